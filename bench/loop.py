@@ -32,7 +32,8 @@ from stoker.run.trackers import trackers_for
 from stoker.tasks.building import RunContext
 from stoker.tasks.demo import write_digits
 from stoker.tasks.images.augment.mixing import soft_targets
-from stoker.tasks.images.classify import build_run, open_data
+from stoker.tasks.images.classify import build_run
+from stoker.tasks.images.data import open_data
 from stoker.tasks.images.image_loader import ImageBatch
 from stoker.train.loop import Loader, Run, train
 from stoker.train.observer import RunObserver

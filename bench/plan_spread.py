@@ -24,7 +24,7 @@ from stoker.plan.planning import SPREAD, WantedMachine, hardware_for, samples_pe
 from stoker.profile.accelerators import measure_cpu
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine, usable_cpus
 from stoker.tasks.base import task_for
-from stoker.tasks.images.data import choose_decoding, measure_speed, open_samples
+from stoker.tasks.images.data import TrainingData, choose_decoding, measure_speed, open_samples
 from stoker.tasks.images.layouts.sample_index import SampleSet
 
 BENCH_S = 6.0
@@ -55,7 +55,8 @@ def share_within(spread: Spread, most: float) -> float:
 
 def loader_rate(config: HostConfig, samples: SampleSet) -> float:
     decoding, _ = choose_decoding(config, samples.index)
-    return measure_speed(config, samples, decoding, workers=usable_cpus(), seconds=BENCH_S).images_per_second
+    data = TrainingData(samples, None, decoding)
+    return measure_speed(config, data, workers=usable_cpus(), seconds=BENCH_S).images_per_second
 
 
 def _job(config: HostConfig) -> PlannedRun:

@@ -26,7 +26,7 @@ from stoker.stage.checking import verify_copy
 from stoker.stage.copying import copy_all, find_work
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions
-from stoker.tasks.needed_files import Selection
+from stoker.tasks.base import Selection
 
 HASTE = Patience(connect_s=2, stall_s=0.5, request_s=10, retry_s=30, max_retries=40)
 OBJECTS = 300

@@ -29,7 +29,7 @@ from bench.rounds import interleave, keep, ratio
 from stoker.config import load_config
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tasks.images import classify
-from stoker.tasks.images.data import open_loader
+from stoker.tasks.images.data import open_data, open_loader
 from stoker.tasks.images.image_loader import ImageLoader
 from stoker.tasks.staging import Staging
 from stoker.train.ranks import Ranks
@@ -59,7 +59,7 @@ def opened(root: str, work: Path, *overrides: str) -> Opened:
     words = [f"data_root={root}", "batch_size=64", "pin_memory=false", f"index_dir={work}", "loader=thread"]
     loaded = load_config(None, [*words, f"num_workers={WORKERS}", *overrides]).config
     config, _ = fit_to_machine(loaded, read_machine())
-    data = classify.open_data(config, lambda _line: None)
+    data = open_data(config, lambda _line: None)
     staging = classify.open_staging(config, data, Ranks(), lambda _line: None)
     plan = classify.checked_training_plan(config, data, Ranks())
     if staging is None:

@@ -28,8 +28,7 @@ from bench.vram_networks import DilatedFcn, nnunet, planned_patch
 from stoker.plan.allocator import plain_peak, replay
 from stoker.plan.tracing import Trace, trace_step
 from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, vram_budget
-from stoker.tasks.images.class_losses import cross_entropy
-from stoker.tasks.images.models import build_model
+from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.train.optimization import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch

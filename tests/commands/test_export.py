@@ -13,8 +13,7 @@ import torch
 
 from stoker.cli import main
 from stoker.tasks import export_formats
-from stoker.tasks.images.models import build_model
-from stoker.tasks.images.trained_model import restore_model
+from stoker.tasks.images.models import build_model, restore_model
 from stoker.train.checkpoint.weights import load_weights
 from tests.support.trained import SIZE, write_images, write_untrained
 

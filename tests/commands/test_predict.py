@@ -13,7 +13,7 @@ from PIL import Image
 from torchvision import transforms
 
 from stoker.cli import main
-from stoker.tasks.images.trained_model import restore_model
+from stoker.tasks.images.models import restore_model
 from tests.support.trained import SIZE, write_images, write_untrained
 
 CLASSES = ["ant", "bee", "cat", "dog", "elk", "fox", "gnu"]

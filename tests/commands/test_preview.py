@@ -19,11 +19,11 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.contact_sheet import LARGEST_SIDE, drawable, fitting, regular, shown_side
-from stoker.tasks.images.class_losses import build_loss
-from stoker.tasks.images.classify import build_network, colours_of, colours_of_name, open_data
+from stoker.tasks.images.classify import build_network, colours_of, colours_of_name
+from stoker.tasks.images.data import open_data
 from stoker.tasks.images.image_preview import caption_of, look, sheet_of, spread_over_classes
 from stoker.tasks.images.layouts.imagenet import spoken
-from stoker.tasks.images.models import build_model
+from stoker.tasks.images.models import build_loss, build_model
 from tests.support.images import encode, noise
 from tests.support.tiny_training import write_config, write_images
 
@@ -189,7 +189,7 @@ def test_reading_stops_when_patience_ends_and_the_sheet_says_so(images: Path, tm
 def test_with_several_ranks_the_samples_of_the_first_are_shown(images: Path, tmp_path: Path) -> None:
     config = host_config(write_config(tmp_path, images))
     first, _ = look(config, open_data(config, lambda _text: None), world=3).training
-    assert [sample.parts[0].position for sample in first.inputs.samples] == [0, 3, 6, 9, 12, 15]
+    assert [sample.parts[0].position for sample in first.samples] == [0, 3, 6, 9, 12, 15]
 
 
 def test_data_without_validation_shows_training_samples_and_says_so(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_a_bad_file_is_shown_as_what_training_takes_instead(tmp_path: Path) -> N
     data = write_images(tmp_path / "data")
     config = host_config(write_config(tmp_path, data, max_bad_fraction=0.9))
     opened = open_data(config, lambda _text: None)
-    (first, *_), *_ = (step.inputs.samples for step in look(config, opened).training)
+    (first, *_), *_ = (step.samples for step in look(config, opened).training)
     (data / "train" / first.parts[0].name).write_bytes(b"not an image")
-    (now, *_), *_ = (step.inputs.samples for step in look(config, opened).training)
+    (now, *_), *_ = (step.samples for step in look(config, opened).training)
     assert (first.parts[0].replaced, now.parts[0].replaced) == (False, True)
     assert now.parts[0].name.startswith(now.labels[0][0])
     assert now.parts[0].name != first.parts[0].name
@@ -264,7 +264,7 @@ def test_classes_of_imagenet_are_named_in_words_and_mixed_ones_with_their_weight
     assert spoken("tench") == "tench"
     config = host_config(write_config(tmp_path, images, mixup_alpha=0.8, batch_size=9))
     for step in look(config, open_data(config, lambda _text: None)).training:
-        for sample in step.inputs.samples:
+        for sample in step.samples:
             weights = [
                 float(line.removeprefix("+ ").split()[0]) for line in caption_of(sample) if len(sample.labels) > 1
             ]

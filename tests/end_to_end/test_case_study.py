@@ -1,6 +1,6 @@
 """What cost a real ImageNet project its days, on small data: each is prevented, named, or one command away.
 
-The alarm for wrong labels while training is in test_label_alarm.py, files that a file system has released in
+The alarm for wrong labels while training is in test_permuted_labels.py, files that a file system has released in
 tests/tasks/images/verify/test_data_checks.py.
 """
 

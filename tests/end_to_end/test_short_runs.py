@@ -13,9 +13,8 @@ from stoker.core.errors import UserError
 from stoker.plan.budget import Hardware, PlannedRun
 from stoker.report.document import read_document
 from stoker.tasks.building import trial_run, updates_per_epoch
-from stoker.tasks.images.classify import open_data
-from stoker.tasks.images.data import validation_plan
-from stoker.tasks.images.trained_model import restore_model
+from stoker.tasks.images.data import open_data, validation_plan
+from stoker.tasks.images.models import restore_model
 from stoker.tasks.plan_facts import DataFacts
 from stoker.train.ranks import Ranks
 from tests.end_to_end.conftest import Ledger

@@ -21,7 +21,7 @@ from stoker.io.local_copy import LocalCopy
 from stoker.loader.loader import BatchLoader
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tasks.images import classify
-from stoker.tasks.images.data import open_loader
+from stoker.tasks.images.data import open_data, open_loader
 from stoker.tasks.staging import Staging
 from stoker.tasks.volumes import data as volumes
 from stoker.tasks.volumes import segment
@@ -62,7 +62,7 @@ def open_images(root: str | Path, *overrides: str) -> Read:
     words = [f"data_root={root}", "img_size=16", "batch_size=8", "decoder=simplejpeg", "pin_memory=false", *overrides]
     config, _ = fit_to_machine(load_config(None, ["num_workers=2", *words]).config, read_machine())
     said: list[str] = []
-    data = classify.open_data(config, said.append)
+    data = open_data(config, said.append)
     staging = classify.open_staging(config, data, Ranks(), said.append)
     plan = classify.checked_training_plan(config, data, Ranks())
     keys: dict[str, Any] = {} if staging is None else {"copy": staging.place, "follow": staging.follow}

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from stoker.config import load_config
 from stoker.loader.buffers import BufferPool, PageLock, SharedSlots
 from stoker.profile.host import Machine, fit_to_machine
 from stoker.tasks.building import RunContext
-from stoker.tasks.images.classify import _Loaders, open_data
-from stoker.tasks.images.data import ALONE, choose_decoding, open_loader, open_samples, training_plan
+from stoker.tasks.images.classify import open_input
+from stoker.tasks.images.data import ALONE, choose_decoding, open_data, open_loader, open_samples, training_plan
 from stoker.tasks.images.image_loader import ImageBatch, ImageLoader
 from tests.support.recording_cudart import RecordingCudart
 from tests.support.tiny_training import write_images
@@ -184,6 +185,10 @@ def test_a_loader_without_page_locking_gives_the_same_batches_and_says_so_once(
     assert cudart.registered == {}
 
 
+def never(*_batch: Any) -> Any:
+    raise AssertionError("nothing is prepared")
+
+
 def test_progressive_resizing_unregisters_the_old_loader_and_repeats_no_line(
     data: Path, cudart: RecordingCudart
 ) -> None:
@@ -192,23 +197,21 @@ def test_progressive_resizing_unregisters_the_old_loader_and_repeats_no_line(
     said: list[str] = []
     samples = open_data(config, said.append)
     context = RunContext(ALONE, torch.device("cpu"), said.append)
-    loaders = _Loaders(config, samples, context, on_gpu=False)
+    pipeline = open_input(config, replace(samples, val=None), context, never, never)
     sizes = set()
     for epoch in range(4):
-        loader = loaders.of_epoch(epoch)
+        loader: Any = pipeline.train_loader(epoch)
         sizes.add(loader.plan.view.size)
         assert len(cudart.registered) == 6
         next(loader.epoch(epoch))
     assert len(sizes) > 1
-    loaders.close()
+    pipeline.close()
     assert cudart.registered == {}
     cudart.fails_from = 0
-    context = RunContext(ALONE, torch.device("cpu"), said.append)
-    loaders = _Loaders(config, samples, context, on_gpu=False)
+    pipeline = open_input(config, samples, context, never, never)
     for epoch in range(4):
-        loaders.of_epoch(epoch)
-    loaders.validation()
-    loaders.close()
+        pipeline.train_loader(epoch)
+    pipeline.close()
     assert len(said) == 1
 
 

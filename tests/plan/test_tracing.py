@@ -14,8 +14,7 @@ from stoker.plan.allocator import plain_peak
 from stoker.plan.operators import cuda_autocast_rules
 from stoker.plan.tracing import CannotTrace, Trace, trace_step
 from stoker.plan.vram import largest_that_fits, trace_batches
-from stoker.tasks.images.class_losses import cross_entropy
-from stoker.tasks.images.models import build_model
+from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.train.optimization import build_optimizer
 from stoker.train.step import Prepared, TraceableStep, plain_batch
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from stoker.config import Config, load_config
 from stoker.plan.vram import CONTEXT, PARTS, bound_without_trace, trace_vram, vram_budget
-from stoker.tasks.images.class_losses import cross_entropy
 from stoker.tasks.images.classify import traceable_step
-from stoker.tasks.images.models import build_model
+from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.train.optimization import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch
 

@@ -19,7 +19,7 @@ from stoker.stage.checking import verify_copy
 from stoker.stage.copying import copy_all, find_work
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions, Summary
-from stoker.tasks.needed_files import Selection
+from stoker.tasks.base import Selection
 from tests.support.proxy import Proxy
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.staging import files_of

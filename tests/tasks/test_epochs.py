@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from stoker.config import load_config
-from stoker.tasks.images.classify import open_data
-from stoker.tasks.images.data import training_plan
+from stoker.tasks.images.data import open_data, training_plan
 from stoker.train.ranks import Ranks
 from tests.conftest import Run
 from tests.support.tiny_training import metrics, write_config, write_images

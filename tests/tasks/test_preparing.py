@@ -11,10 +11,11 @@ import torch
 from stoker.config import Config, load_config
 from stoker.profile.host import HostConfig
 from stoker.tasks.building import RunContext, input_dtype
-from stoker.tasks.images.classify import build_run, open_data, traceable_step
+from stoker.tasks.images.classify import build_run, traceable_step
+from stoker.tasks.images.data import open_data
 from stoker.tasks.images.image_loader import ImageBatch
 from stoker.tasks.images.image_prediction import classifier_of
-from stoker.tasks.images.trained_model import TrainedImageModel
+from stoker.tasks.images.models import TrainedImageModel
 from stoker.train.loop import Run
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared

@@ -13,7 +13,8 @@ from torch import nn
 from stoker.config import load_config
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tasks.building import RunContext
-from stoker.tasks.images.classify import build_run, open_data
+from stoker.tasks.images.classify import build_run
+from stoker.tasks.images.data import open_data
 from stoker.train.compute import Compiled
 from stoker.train.loop import train
 from stoker.train.ranks import Ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
-from stoker.tasks.images.label_alarm import Confusion
+from stoker.tasks.images.permuted_labels import Confusion
 from stoker.train.evaluate import Accumulator
 
 

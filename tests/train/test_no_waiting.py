@@ -17,10 +17,9 @@ from stoker.tasks.building import optimizer_for
 from stoker.tasks.device_copies import kept_on
 from stoker.tasks.images.augment import operations, pipeline
 from stoker.tasks.images.augment.pipeline import TrainAugment, build_train_augment
-from stoker.tasks.images.class_losses import build_loss
 from stoker.tasks.images.classify import prepare_batch
 from stoker.tasks.images.image_loader import ImageBatch
-from stoker.tasks.images.models import build_model
+from stoker.tasks.images.models import build_loss, build_model
 from stoker.train.compute import Precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator
@@ -63,7 +62,7 @@ class Parts:
 
     def pending(self, number: int) -> Pending:
         batch = batch_of_bytes(number)
-        make = lambda: prepare_batch(self.augment, self.uploader.copy, 0, batch, 0, number, 0)  # noqa: E731
+        make = lambda: prepare_batch(self.augment, 0, self.uploader.copy, batch, 0, number, 0)  # noqa: E731
         return Pending(SAMPLES, lambda: self.uploader.prepare(make))
 
     def train(self, number: int) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from stoker.config import load_config
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tasks.building import RunContext
-from stoker.tasks.images.classify import build_run, open_data
+from stoker.tasks.images.classify import build_run
+from stoker.tasks.images.data import open_data
 from stoker.train import transfers
 from stoker.train.loop import Run, train
 from stoker.train.ranks import Ranks

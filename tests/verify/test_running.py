@@ -86,7 +86,7 @@ def test_what_is_opened_is_opened_once_and_its_error_is_the_same_for_all(
         opened.append(1)
         raise UserError("no-data", "nothing there")
 
-    monkeypatch.setattr("stoker.tasks.images.classify.open_data", no_data)
+    monkeypatch.setattr("stoker.tasks.images.data.open_data", no_data)
     looks = [Check(name, "data", "looks", lambda subject: passed(str(subject.data))) for name in ("one", "two")]
     report = run_checks(looks, subject)
     assert [result.finding.seen for result in report.results] == ["nothing there"] * 2

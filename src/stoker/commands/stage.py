@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stoker.plan.break_even import Payback
     from stoker.stage.checking import Verification
     from stoker.stage.transfer import StageOptions, Summary
-    from stoker.tasks.needed_files import Selection
+    from stoker.tasks.base import Selection
 
 MEASURED_FROM = 1_000_000_000
 """Bytes: below it nobody waits long enough to decide, and measuring would take a good part of the copying."""
@@ -183,8 +183,7 @@ def _names_in(path: Path) -> tuple[str, ...]:
 def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, Selection]:
     from stoker.core.console import progress_bar, say
     from stoker.core.errors import ConfigError
-    from stoker.tasks.base import task_for
-    from stoker.tasks.needed_files import Selection
+    from stoker.tasks.base import Selection, task_for
 
     if isinstance(source, str):
         return source, Selection()

@@ -25,8 +25,7 @@ from stoker.io.stores import is_url
 from stoker.profile.local_disk import same_device
 from stoker.stage.sources import Source, SourceFile
 from stoker.stage.transfer import StageOptions, Summary, Transfer, room_margin, writing
-from stoker.tasks.base import task_for
-from stoker.tasks.needed_files import Selection
+from stoker.tasks.base import Selection, task_for
 
 if TYPE_CHECKING:
     from stoker.plan.break_even import Payback

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
@@ -32,11 +33,10 @@ if TYPE_CHECKING:
     from stoker.run.folder import RunFolder
     from stoker.tasks.building import RunContext
     from stoker.tasks.checks import Check, EpochLength, StepInput
+    from stoker.tasks.contact_sheet import Preview
     from stoker.tasks.export_formats import Exportable
-    from stoker.tasks.needed_files import Selection
     from stoker.tasks.packing import PackVariants
     from stoker.tasks.plan_facts import DataFacts, PlanPart, StepCosts
-    from stoker.tasks.preview import Preview
     from stoker.tasks.staging import Staging
     from stoker.train.checkpoint.data_changes import Contents, Listings
     from stoker.train.checkpoint.folder import FoundCheckpoint
@@ -62,6 +62,41 @@ class RunData(Protocol):
     def names(self, samples: Sequence[int]) -> list[str]:
         """What samples are called, from their numbers in the data set."""
         ...
+
+
+SUPPORT = (".csv", ".jsonl", ".json", ".txt", ".mat", ".npy", ".yaml", ".yml", ".md")
+"""Lists, labels and indexes, which are copied beside the images that they describe."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The part of a source that is copied; without folders and paths, all of it."""
+
+    folders: tuple[str, ...] = ("",)
+    """Folders below which files are listed."""
+    paths: frozenset[str] | None = None
+    """The files that are wanted; None for all below the folders."""
+    support_in: frozenset[str] = frozenset()
+    """Folders whose lists, labels and indexes are wanted, too."""
+    left_out: tuple[str, ...] = ()
+    """Prefixes of paths that are not wanted."""
+    empty_folders: tuple[str, ...] = ()
+    """Class folders, which count even if they have no images."""
+    record: dict[str, Any] | None = None
+    """The content of `subset.json`; None if everything was taken."""
+    below: tuple[str, ...] | None = None
+    """In place of `paths`: files, and folders with everything below them, such as Zarr volumes."""
+
+    def wanted(self, path: str) -> bool:
+        """Whether a listed file is copied."""
+        if path.startswith(self.left_out):
+            return False
+        if self.below is not None:
+            return path in self.below or path.startswith(tuple(f"{folder}/" for folder in self.below))
+        if self.paths is None or path in self.paths:
+            return True
+        folder, _, name = path.rpartition("/")
+        return folder in self.support_in and name.lower().endswith(SUPPORT)
 
 
 class Task(ABC):
@@ -141,8 +176,6 @@ class Task(ABC):
     ) -> tuple[str, Selection]:
         """The root that a config reads from, and which files of it `stoker stage` copies; `class_list` are the classes
         that are wanted."""
-        from stoker.tasks.needed_files import Selection, refuse_classes
-
         refuse_classes(config, class_list, self.items)
         assert config.data_root is not None
         return config.data_root, Selection()
@@ -168,7 +201,7 @@ class Task(ABC):
     def keep_preview(self, file: Path, config: HostConfig, data: Any, world: int, say: Say) -> None:
         """Draws what the network of a run gets, into `file`; a run begins without it if that fails."""
         if type(self).preview is not Task.preview:
-            from stoker.tasks.preview import keep_with_run
+            from stoker.tasks.contact_sheet import keep_with_run
 
             keep_with_run(self, file, config, data, world, say)
 
@@ -375,3 +408,9 @@ def built_in_tasks() -> list[Task]:
 def task_with(method: str) -> Task:
     """The first task that has a method of its own by this name."""
     return next(task for task in built_in_tasks() if getattr(type(task), method) is not getattr(Task, method))
+
+
+def refuse_classes(config: Config, class_list: tuple[str, ...] | None, items: str) -> None:
+    """Raises UserError for a choice of classes where the data has none."""
+    if class_list is not None or config.subset_classes is not None:
+        raise UserError("no-classes", f"{items} have no class folders to choose from", hint="leave out the classes")

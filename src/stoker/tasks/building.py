@@ -24,7 +24,7 @@ from stoker.tasks.base import metric_of
 from stoker.train.checkpoint.weights import load_weights, open_source
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator, Scoring, named_scores
+from stoker.train.evaluate import Accumulator, Remark, Scoring, named_scores
 from stoker.train.launch import StopRequest
 from stoker.train.loop import InputPipeline, Run, RunRecord, RunScores
 from stoker.train.optimization import build_optimizer
@@ -150,22 +150,32 @@ def input_pipeline(
     prepare: Callable[..., Prepared],
     prepare_val: Callable[..., Prepared],
     name_samples: Callable[[Sequence[int]], list[str]],
+    plan_of: Callable[[int], Any] | None = None,
 ) -> InputPipeline:
     """Loaders of the two plans, the second of which may be None, as they feed a device. `open_loader` gets a plan and
     how many of its batches the loop holds; what prepares a batch gets a function that copies to the device, the batch
-    and, for training, its place: epoch, step, number within the step."""
+    and, for training, its place: epoch, step, number within the step. `plan_of` gives the training plan of an epoch, if
+    that changes; a new one replaces the loader."""
     uploader = Uploader(queue_of(context.device))
-    train, val = plans
-    opened = [open_loader(train, batches_in_hand(config.gradient_accumulation, on_gpu=uploader.queue is not None))]
-    if val is not None:
-        opened.append(open_loader(val, 1))
+    now, val = plans
+    # Validation's batches are copied ahead of the model, too.
+    held, val_held = (batches_in_hand(n, on_gpu=uploader.queue is not None) for n in (config.gradient_accumulation, 1))
+    loader, val_loader = open_loader(now, held), None if val is None else open_loader(val, val_held)
+
+    def train_loader(epoch: int) -> Any:
+        nonlocal now, loader
+        if plan_of is not None and (plan := plan_of(epoch)) is not now:
+            loader.close()
+            now, loader = plan, open_loader(plan, held)
+        return loader
 
     def close() -> None:
-        for loader in opened:
-            loader.close()
+        loader.close()
+        if val_loader is not None:
+            val_loader.close()
 
     return InputPipeline(
-        train_loader=lambda _epoch: opened[0], val_loader=None if val is None else opened[1], uploader=uploader,
+        train_loader=train_loader, val_loader=val_loader, uploader=uploader,
         prepare=partial(prepare, uploader.copy), prepare_val=partial(prepare_val, uploader.copy),
         name_samples=name_samples, close=close, guard_memory=PrefetchGuard(context.say).check,
     )  # fmt: skip
@@ -205,7 +215,9 @@ class ClassScoring:
 
     def __init__(self, device: torch.device) -> None:
         self._sums = Accumulator(device)
-        self.reset = self._sums.reset
+
+    def reset(self) -> None:
+        self._sums.reset()
 
     def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:  # noqa: ARG002
         self._sums.add(logits, labels, loss)
@@ -213,7 +225,7 @@ class ClassScoring:
     def result(self) -> dict[str, float]:
         return named_scores(self._sums.result())
 
-    def look(self, metrics: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:  # noqa: ARG002
+    def look(self, metrics: Mapping[str, Any]) -> Remark | None:  # noqa: ARG002
         return None
 
 

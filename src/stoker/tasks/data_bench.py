@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +12,10 @@ from stoker.config.reading import load_for_command
 from stoker.core.console import format_table, progress_bar, say, say_notes
 from stoker.core.errors import UsageError
 from stoker.loader.loader import choose_engine
-from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.datasheets import PublishedRate, published_rate
-from stoker.profile.host import HostConfig, fit_to_machine, read_machine
-from stoker.tasks.images.data import choose_decoding, files_for_measuring, measure_speed, open_samples
+from stoker.profile.host import fit_to_machine, read_machine
+from stoker.tasks.base import task_for
+from stoker.tasks.images.data import TrainingData, choose_decoding, files_for_measuring, open_samples
 from stoker.tasks.images.decode.calibration import decode_limit
 from stoker.tasks.images.layouts.splits import find_split
 
@@ -117,56 +116,34 @@ def bench_data(
     config, notes = fit_to_machine(loaded, machine)
     say_notes(notes)
     counts = list(worker_counts) or _counts_up_to(machine.cpus)
-    if config.task == "segment3d":
-        return _bench_volumes(source, config, counts, seconds, gpu)
-    with progress_bar("listing", None) as advance:
-        samples = open_samples(config, split, progress=advance)
-    if config.subset_classes is not None:
-        say(f"classes: {', '.join(samples.classes)}")
-    decoding, calibration = choose_decoding(config, samples.index)
-    measure = partial(measure_speed, config, samples, decoding, seconds=seconds)
-    with progress_bar("measuring", len(counts) + 1) as advance:
-        rates, best = _rates(counts, measure, lambda done: advance(done, len(counts) + 1))
-        limit = decode_limit(files_for_measuring(config, samples.index), max(1, best.workers), min(seconds, 3.0))
-        advance(len(counts) + 1, len(counts) + 1)
-    return DataBench(
-        source=source, samples=len(samples), batch_size=config.batch_size, img_size=config.img_size,
-        engine=choose_engine(config.loader, best.workers), decoder=decoding.decoder,
-        decoder_us=None if calibration is None else calibration.microseconds, rates=rates,
-        decode_limit_images_per_second=limit, gpu=rate,
-    )  # fmt: skip
-
-
-def _rates(
-    counts: Sequence[int], measure: Callable[..., LoaderSpeed], advance: Callable[[int], None]
-) -> tuple[tuple[WorkerRate, ...], WorkerRate]:
-    """The rate with each number of workers, and the best of them."""
-    rates = []
-    for number, workers in enumerate(counts, 1):
-        speed = measure(workers=workers)
-        rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
-        advance(number)
-    return tuple(rates), max(rates, key=lambda rate: rate.images_per_second)
-
-
-def _bench_volumes(
-    source: str, config: HostConfig, counts: Sequence[int], seconds: float, gpu: str | None
-) -> DataBench:
-    """The same for patches: no separate decoding is measured, and no published rate is for patches of this size."""
-    if gpu is not None:
+    is_images = config.task != "segment3d"
+    if gpu is not None and not is_images:
         raise UsageError("usage", "--gpu is for images: no rates of patches are published", hint="leave out --gpu")
-    from stoker.tasks.volumes.data import measure_speed as measure_patches
-    from stoker.tasks.volumes.data import open_data
-
-    with progress_bar("indexing", None) as advance:
-        data = open_data(config, say, advance)
-    with progress_bar("measuring", len(counts)) as advance:
-        measure = partial(measure_patches, config, data, seconds=seconds)
-        rates, best = _rates(counts, measure, lambda done: advance(done, len(counts)))
+    task, decoding, calibration, limit = task_for(config), None, None, None
+    with progress_bar("listing" if is_images else "indexing", None) as advance:
+        data: Any = open_samples(config, split, progress=advance) if is_images else task.open_data(config, say, advance)
+    if is_images:
+        if config.subset_classes is not None:
+            say(f"classes: {', '.join(data.classes)}")
+        decoding, calibration = choose_decoding(config, data.index)
+        data = TrainingData(data, None, decoding)
+    total, rates = len(counts) + is_images, list[WorkerRate]()
+    with progress_bar("measuring", total) as advance:
+        for number, workers in enumerate(counts, 1):
+            speed = task.measure_speed(config, data, workers=workers, seconds=seconds)
+            rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
+            advance(number, total)
+        best = max(rates, key=lambda rate: rate.images_per_second)
+        if is_images:
+            files = files_for_measuring(config, data.train.index)
+            limit = decode_limit(files, max(1, best.workers), min(seconds, 3.0))
+            advance(total, total)
     return DataBench(
-        source=source, samples=len(data.train.cases), batch_size=config.batch_size, img_size=None,
-        engine=choose_engine(config.loader, best.workers), decoder=None, decoder_us=None, rates=rates,
-        decode_limit_images_per_second=None, patch_size=config.patch_size,
+        source=source, samples=len(data.train) if is_images else len(data.train.cases), batch_size=config.batch_size,
+        img_size=config.img_size if is_images else None, engine=choose_engine(config.loader, best.workers),
+        decoder=None if decoding is None else decoding.decoder,
+        decoder_us=None if calibration is None else calibration.microseconds, rates=tuple(rates),
+        decode_limit_images_per_second=limit, gpu=rate, patch_size=None if is_images else config.patch_size,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 
 from stoker.config import Config
 from stoker.tasks.images.augment.mixing import soft_targets
-from stoker.tasks.images.class_losses import binary_cross_entropy, build_loss, cross_entropy
+from stoker.tasks.images.models import binary_cross_entropy, build_loss, cross_entropy
 
 CLASSES = 11
 

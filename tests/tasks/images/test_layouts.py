@@ -19,8 +19,7 @@ from stoker.config import load_config
 from stoker.core.errors import UserError
 from stoker.io.stores import StoreDown
 from stoker.loader.sampler import permute
-from stoker.tasks.images.classify import open_data
-from stoker.tasks.images.data import measure_storage_of, open_samples
+from stoker.tasks.images.data import measure_storage_of, open_data, open_samples
 from stoker.tasks.images.layouts import imagenet_labels
 from stoker.tasks.images.layouts.imagenet import real_labels, synsets
 from stoker.tasks.images.layouts.opening import open_index

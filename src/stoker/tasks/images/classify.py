@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,22 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from stoker.config import Config, config_values
-from stoker.core.console import Advance, Say
+from stoker.core.console import Say
 from stoker.core.errors import UserError
-from stoker.core.files import write_text
-from stoker.loader.loader import Follow
-from stoker.loader.loader_speed import LoaderSpeed
 from stoker.profile.host import HostConfig
-from stoker.profile.observed import StorageFacts
-from stoker.run.folder import RunFolder
 from stoker.tasks import building
-from stoker.tasks.base import metric_of
 from stoker.tasks.building import (
+    ClassScoring,
     RunContext,
     assemble_run,
     count_parameters,
     describe_schedule,
     input_dtype,
+    input_pipeline,
     ready_device,
     ready_model,
     train_step,
@@ -43,125 +38,20 @@ from stoker.tasks.images.augment.pipeline import (
     build_train_augment,
     memory_format_of,
 )
-from stoker.tasks.images.class_losses import build_loss, cross_entropy
-from stoker.tasks.images.data import (
-    IMAGENET_CLASSES,
-    choose_decoding,
-    chosen_record,
-    contents_of_samples,
-    describe_storage,
-    listing_of_samples,
-    measure_speed,
-    open_loader,
-    open_samples,
-    training_plan,
-    validation_plan,
-)
+from stoker.tasks.images.data import IMAGENET_CLASSES, TrainingData, open_loader, training_plan, validation_plan
 from stoker.tasks.images.decode.decoders import available_decoders
-from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.image_loader import ImageBatch, ImageLoader, ImagePlan
 from stoker.tasks.images.image_staging import stage_images
-from stoker.tasks.images.label_alarm import MOST_CLASSES, Confusion, Figures, is_suspicious, judge_labels
-from stoker.tasks.images.layouts.opening import check_same_classes
-from stoker.tasks.images.layouts.sample_index import SampleSet
-from stoker.tasks.images.models import build_model, facts_about
+from stoker.tasks.images.models import build_loss, build_model, cross_entropy, facts_about
+from stoker.tasks.images.permuted_labels import MOST_CLASSES, Confusion, Figures, is_suspicious, judge_labels
 from stoker.tasks.staging import Staging
-from stoker.train.checkpoint.data_changes import Contents, Listings
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.compute import compute_dtype
-from stoker.train.evaluate import Accumulator, Remark, named_scores
+from stoker.train.evaluate import Remark
 from stoker.train.loop import InputPipeline, Run, RunRecord
-from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import default_resize_epochs, image_size
 from stoker.train.step import Prepared, TraceableStep
-from stoker.train.transfers import Uploader, batches_in_hand, queue_of
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """The samples of a run, and their decoder."""
-
-    train: SampleSet
-    val: SampleSet | None
-    decoding: Decoding
-
-    @property
-    def samples(self) -> int:
-        """Images to train on."""
-        return len(self.train)
-
-    def storage(self) -> StorageFacts:
-        """What is known about the source without reading from it."""
-        return describe_storage(self.train)
-
-    def names(self, samples: Sequence[int]) -> list[str]:
-        """The files of training samples, from their indices in the data set."""
-        return [self.train.index.name(sample) for sample in samples]
-
-
-def open_data(config: Config, say: Say, progress: Advance | None = None) -> TrainingData:
-    """Training and validation samples; data without a validation split has none."""
-    train = open_samples(config, "train", progress=progress, say=say)
-    if len(train.classes) < 2:
-        raise UserError(
-            "one-class",
-            f"{config.data_root}/train has only one class, {train.classes[0]}",
-            why="classification needs at least two",
-        )
-    try:
-        val = open_samples(config, "val", classes=train.classes, progress=progress, say=say)
-        check_same_classes(train.index, val.index)
-    except UserError as error:
-        if error.name != "split-not-found":
-            raise
-        if config.early_stopping is not None:
-            raise UserError(
-                "early-stopping-without-validation",
-                f"early_stopping is {config.early_stopping}, but {error.seen}",
-                why=f"it watches {metric_of(config_values(config)).key}, which would never be measured",
-                hint="early_stopping=null, or add validation images",
-            ) from None
-        say(f"no validation: {error.seen}")
-        val = None
-    if config.num_classes is not None and config.num_classes < len(train.classes):
-        raise UserError(
-            "num-classes", f"num_classes is {config.num_classes}, but the data has {len(train.classes)} classes"
-        )
-    decoding, _ = choose_decoding(config, train.index)
-    return TrainingData(train, val, decoding)
-
-
-def listings(data: TrainingData) -> Listings:
-    """Which images the data has, in order."""
-    parts = {"train": data.train, "val": data.val}
-    return {part: None if one is None else listing_of_samples(one) for part, one in parts.items()}
-
-
-def contents(config: HostConfig, data: TrainingData) -> Contents:
-    """A hash of some images, to notice data that was made again under the same names."""
-    if config.stage_to is not None:
-        return {}  # it reads its local copy, and that has its own manifest
-    parts = {"train": data.train, "val": data.val}
-    return {part: None if one is None else contents_of_samples(config, one) for part, one in parts.items()}
-
-
-def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say: Say) -> None:
-    """Says and records which classes a config has chosen."""
-    chosen = chosen_record(config, data.train, data.val)
-    if chosen is not None:
-        say(f"classes: {', '.join(chosen['classes'])}")
-        write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
-
-
-def open_training_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
-    """The loader of one process, without a model to feed."""
-    return open_loader(config, training_plan(config, data.train, data.decoding), workers=config.num_workers)
-
-
-def measure_training_speed(config: HostConfig, data: TrainingData, *, workers: int, seconds: float) -> LoaderSpeed:
-    """How fast the loader is for a consumer that takes no time."""
-    return measure_speed(config, data.train, data.decoding, workers=workers, seconds=seconds)
 
 
 def build_run(config: HostConfig, data: TrainingData, context: RunContext) -> Run:
@@ -171,46 +61,75 @@ def build_run(config: HostConfig, data: TrainingData, context: RunContext) -> Ru
     num_classes = config.num_classes or len(data.train.classes)
     model = build_network(config, num_classes, context)
     step = train_step(config, model, build_loss(config), context)
-    uploader = Uploader(queue_of(device))
-    loaders = _Loaders(config, data, context, on_gpu=uploader.queue is not None)
-    val_loader = loaders.validation()
     colours = colours_of(model)
     augment = train_augment(config, num_classes, colours, device)
-    pipeline = InputPipeline(
-        train_loader=loaders.of_epoch, val_loader=val_loader, uploader=uploader,
-        prepare=partial(prepare_batch, augment, uploader.copy, context.ranks.rank * config.gradient_accumulation),
-        prepare_val=partial(prepare_val_batch, eval_prepare(config, colours, device), uploader.copy),
-        name_samples=data.names, close=loaders.close, guard_memory=PrefetchGuard(context.say).check,
+    pipeline = open_input(
+        config, data, context, partial(prepare_batch, augment, context.ranks.rank * config.gradient_accumulation),
+        partial(prepare_val_batch, eval_prepare(config, colours, device)),
     )  # fmt: skip
+    outputs = None if pipeline.val_loader is None else num_classes
     return assemble_run(
         config, context, model=model, step=step, pipeline=pipeline, val_loss=cross_entropy,
-        scoring=ImageScoring(device, data.train.classes, None if val_loader is None else num_classes, config.loss),
+        scoring=ImageScoring(device, data.train.classes, outputs, config.loss),
         record=RunRecord(config_values(config), data.train.classes, decoder=data.decoding.decoder),
     )  # fmt: skip
 
 
-class ImageScoring:
+def open_input(
+    config: HostConfig,
+    data: TrainingData,
+    context: RunContext,
+    prepare: Callable[..., Prepared],
+    prepare_val: Callable[..., Prepared],
+) -> InputPipeline:
+    """The loaders of a run; progressive resizing opens a new one when the image size changes."""
+    staging = context.staging
+    say = cache(context.say)  # what applies to all loaders of progressive resizing is said once
+    val = validation_of(config, data, context.ranks)
+
+    @cache
+    def plan_at(size: int) -> ImagePlan:
+        return checked_training_plan(config.model_copy(update={"img_size": size}), data, context.ranks)
+
+    def plan_of(epoch: int) -> ImagePlan:
+        return plan_at(image_size_of(config, epoch))
+
+    def load(plan: ImagePlan, held: int) -> ImageLoader:
+        follow = None if staging is None else staging.make_way if plan is val else staging.follow
+        return open_loader(
+            config, plan, workers=config.num_workers, held=held, quarantine_file=context.quarantine_file,
+            copy=None if staging is None else staging.place, follow=follow, say=say,
+        )  # fmt: skip
+
+    return input_pipeline(config, context, load, (plan_of(0), val), prepare, prepare_val, data.names, plan_of)
+
+
+def validation_of(config: Config, data: TrainingData, ranks: Ranks) -> ImagePlan | None:
+    """What the validation batches of this rank hold; None without validation."""
+    if data.val is None or config.limit_val_batches == 0:
+        return None
+    return validation_plan(config, data.val, data.decoding, ranks)
+
+
+class ImageScoring(ClassScoring):
     """Loss and accuracies; asks once whether the labels belong to other classes."""
 
     def __init__(self, device: torch.device, classes: Sequence[str], outputs: int | None, loss: str) -> None:
         """Confusions are counted between `outputs` classes; without it, or with too many, only the metrics are used."""
-        self._sums = Accumulator(device)
+        super().__init__(device)
         self._classes, self._loss = classes, loss
         self._confusion = None if outputs is None or outputs > MOST_CLASSES else Confusion(outputs, device)
         self._asked = False
 
     def reset(self) -> None:
-        self._sums.reset()
+        super().reset()
         if self._confusion is not None:
             self._confusion.reset()
 
-    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:  # noqa: ARG002
-        self._sums.add(logits, labels, loss)
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, batch: Any, piece: slice) -> None:
+        super().add(logits, labels, loss, batch, piece)
         if self._confusion is not None:
             self._confusion.add(logits, labels)
-
-    def result(self) -> dict[str, float]:
-        return named_scores(self._sums.result())
 
     def look(self, metrics: Mapping[str, Any]) -> Remark | None:
         loss = metrics.get("train/loss") if self._loss == "cross_entropy" else None
@@ -227,10 +146,8 @@ def open_staging(config: HostConfig, data: TrainingData, ranks: Ranks, say: Say)
     """The local copy that training fills, if the config names one."""
     if config.stage_to is None:
         return None
-    val = None
-    if data.val is not None and config.limit_val_batches != 0:
-        val = validation_plan(config, data.val, data.decoding, ranks)
-    return stage_images(config, checked_training_plan(config, data, ranks), val, ranks, say)
+    train = checked_training_plan(config, data, ranks)
+    return stage_images(config, train, validation_of(config, data, ranks), ranks, say)
 
 
 def describe_run(config: Config, run: Run, data: TrainingData) -> str:
@@ -263,55 +180,6 @@ def with_decoder_of(found: FoundCheckpoint, config: HostConfig, data: TrainingDa
     return data
 
 
-class _Loaders:
-    """The loaders of a run; progressive resizing opens a new one when the image size changes."""
-
-    def __init__(self, config: HostConfig, data: TrainingData, context: RunContext, *, on_gpu: bool) -> None:
-        self._config, self._data, self._context, self._on_gpu = config, data, context, on_gpu
-        self._said: set[str] = set()
-        self._open: ImageLoader | None = None
-        self._size: int | None = None
-        self._val: ImageLoader | None = None
-
-    def of_epoch(self, epoch: int) -> ImageLoader:
-        config, staging = self._config, self._context.staging
-        sized = config.model_copy(update={"img_size": image_size_of(config, epoch)})
-        if self._open is None or sized.img_size != self._size:
-            if self._open is not None:
-                self._open.close()
-            plan = checked_training_plan(sized, self._data, self._context.ranks)
-            follow = None if staging is None else staging.follow
-            self._open = self._loader(sized, plan, config.gradient_accumulation, follow)
-            self._size = sized.img_size
-        return self._open
-
-    def validation(self) -> ImageLoader | None:
-        config, staging = self._config, self._context.staging
-        if self._data.val is None or config.limit_val_batches == 0:
-            return None
-        plan = validation_plan(config, self._data.val, self._data.decoding, self._context.ranks)
-        self._val = self._loader(config, plan, 1, None if staging is None else staging.make_way)
-        return self._val
-
-    def close(self) -> None:
-        for loader in (self._open, self._val):
-            if loader is not None:
-                loader.close()
-
-    def _loader(self, config: HostConfig, plan: ImagePlan, accumulation: int, follow: Follow | None) -> ImageLoader:
-        context, held = self._context, batches_in_hand(accumulation, on_gpu=self._on_gpu)
-        return open_loader(
-            config, plan, workers=config.num_workers, held=held, quarantine_file=context.quarantine_file,
-            copy=None if context.staging is None else context.staging.place, follow=follow, say=self._once,
-        )  # fmt: skip
-
-    def _once(self, line: str) -> None:
-        """Progressive resizing opens many loaders: a message that applies to all of them is printed once."""
-        if line not in self._said:
-            self._said.add(line)
-            self._context.say(line)
-
-
 def image_size_of(config: Config, epoch: int) -> int:
     """The size of an epoch's training images: progressive resizing changes it."""
     until = config.resize_epochs or default_resize_epochs(config.epochs)
@@ -319,14 +187,10 @@ def image_size_of(config: Config, epoch: int) -> int:
 
 
 def checked_training_plan(config: Config, data: TrainingData, ranks: Ranks) -> ImagePlan:
-    """What the training batches of this rank hold; raises UserError if they do not fill an epoch."""
+    """What the training batches of this rank hold; raises UserError without a single update in an epoch, and for epochs
+    that are longer than the data."""
     plan = training_plan(config, data.train, data.decoding, ranks)
-    _check_length(config, len(data.train), plan.steps.total_batch * config.gradient_accumulation)
-    return plan
-
-
-def _check_length(config: Config, samples: int, total: int) -> None:
-    """Refuses epochs without a single update of `total` samples, and epochs longer than the data."""
+    samples, total = len(data.train), plan.steps.total_batch * config.gradient_accumulation
     if samples < total:
         raise UserError(
             "batch-larger-than-data",
@@ -342,6 +206,7 @@ def _check_length(config: Config, samples: int, total: int) -> None:
             why="an epoch is at most one pass over the images, so every epoch would be shorter than the config says",
             hint=f"steps_per_epoch={samples // total}, or leave it out and set epochs",
         )
+    return plan
 
 
 def build_network(config: Config, num_classes: int, context: RunContext) -> nn.Module:
@@ -385,7 +250,7 @@ def eval_prepare(config: Config, colours: tuple[Colour, Colour], device: torch.d
 
 
 def prepare_batch(
-    augment: TrainAugment, copy: Copy, first_part: int, batch: ImageBatch, epoch: int, step: int, number: int
+    augment: TrainAugment, first_part: int, copy: Copy, batch: ImageBatch, epoch: int, step: int, number: int
 ) -> Prepared:
     """A training batch on the device, augmented. `number` is its place among the batches of an update on this rank,
     `first_part` that of the rank's first one among those of all ranks."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +14,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.config import Config
+from stoker.config import Config, config_values
 from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
+from stoker.core.files import write_text
 from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.io.storage_speed import measure_local_disk, measure_storage, storage_at
@@ -22,8 +25,11 @@ from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
 from stoker.loader.loader import Follow
 from stoker.loader.loader_speed import LoaderSpeed, measure_loader
 from stoker.loader.sampler import EpochSampler, Steps
+from stoker.profile.host import HostConfig
 from stoker.profile.local_disk import find_local_disk
 from stoker.profile.observed import StorageFacts
+from stoker.run.folder import RunFolder
+from stoker.tasks.base import metric_of
 from stoker.tasks.building import limited, loader_options, no_data, updates_per_epoch
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
 from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
@@ -31,13 +37,13 @@ from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.resizing import Interpolation
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.layouts import open_list
-from stoker.tasks.images.layouts.opening import open_index
+from stoker.tasks.images.layouts.opening import check_same_classes, open_index
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples, repeated
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import Subset, choose_subset, split_samples, subset_record
-from stoker.train.checkpoint.data_changes import Listing, looked_at
+from stoker.train.checkpoint.data_changes import Contents, Listing, Listings, looked_at
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
@@ -50,6 +56,87 @@ ALONE = Ranks()
 LOCAL_SHARE = 0.2
 # Requests at once for the few samples whose contents are compared.
 READERS = 16
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The samples of a run, and their decoder."""
+
+    train: SampleSet
+    val: SampleSet | None
+    decoding: Decoding
+
+    @property
+    def samples(self) -> int:
+        """Images to train on."""
+        return len(self.train)
+
+    def storage(self) -> StorageFacts:
+        """What is known about the source without reading from it."""
+        return describe_storage(self.train)
+
+    def names(self, samples: Sequence[int]) -> list[str]:
+        """The files of training samples, from their indices in the data set."""
+        return [self.train.index.name(sample) for sample in samples]
+
+
+def open_data(config: Config, say: Say, progress: Advance | None = None) -> TrainingData:
+    """Training and validation samples; data without a validation split has none."""
+    train = open_samples(config, "train", progress=progress, say=say)
+    if len(train.classes) < 2:
+        raise UserError(
+            "one-class",
+            f"{config.data_root}/train has only one class, {train.classes[0]}",
+            why="classification needs at least two",
+        )
+    try:
+        val = open_samples(config, "val", classes=train.classes, progress=progress, say=say)
+        check_same_classes(train.index, val.index)
+    except UserError as error:
+        if error.name != "split-not-found":
+            raise
+        if config.early_stopping is not None:
+            raise UserError(
+                "early-stopping-without-validation",
+                f"early_stopping is {config.early_stopping}, but {error.seen}",
+                why=f"it watches {metric_of(config_values(config)).key}, which would never be measured",
+                hint="early_stopping=null, or add validation images",
+            ) from None
+        say(f"no validation: {error.seen}")
+        val = None
+    if config.num_classes is not None and config.num_classes < len(train.classes):
+        raise UserError(
+            "num-classes", f"num_classes is {config.num_classes}, but the data has {len(train.classes)} classes"
+        )
+    decoding, _ = choose_decoding(config, train.index)
+    return TrainingData(train, val, decoding)
+
+
+def listings(data: TrainingData) -> Listings:
+    """Which images the data has, in order."""
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else listing_of_samples(one) for part, one in parts.items()}
+
+
+def contents(config: HostConfig, data: TrainingData) -> Contents:
+    """A hash of some images, to notice data that was made again under the same names."""
+    if config.stage_to is not None:
+        return {}  # it reads its local copy, and that has its own manifest
+    parts = {"train": data.train, "val": data.val}
+    return {part: None if one is None else contents_of_samples(config, one) for part, one in parts.items()}
+
+
+def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say: Say) -> None:
+    """Says and records which classes a config has chosen."""
+    chosen = chosen_record(config, data.train, data.val)
+    if chosen is not None:
+        say(f"classes: {', '.join(chosen['classes'])}")
+        write_text(folder.subset_file, json.dumps(chosen, indent=1) + "\n")
+
+
+def open_training_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
+    """The loader of one process, without a model to feed."""
+    return open_loader(config, training_plan(config, data.train, data.decoding), workers=config.num_workers)
 
 
 def open_samples(
@@ -289,15 +376,13 @@ def open_loader(
     return ImageLoader(plan, loader_options(config, workers, held, quarantine_file, copy), say, follow)
 
 
-def measure_speed(
-    config: Config, samples: SampleSet, decoding: Decoding, *, workers: int, seconds: float
-) -> LoaderSpeed:
-    """How fast the loader makes training batches of these samples for a consumer that takes no time."""
+def measure_speed(config: Config, data: TrainingData, *, workers: int, seconds: float) -> LoaderSpeed:
+    """How fast the loader makes training batches for a consumer that takes no time."""
     # Long enough that no epoch ends within the measurement, however fast the host.
     least = config.batch_size * (workers + 4) * 3
     wanted = max(least, int(seconds * MOST_IMAGES_PER_WORKER_SECOND * max(1, workers)))
     endless = config.model_copy(update={"steps_per_epoch": None, "limit_train_batches": None})
-    plan = training_plan(endless, repeated(samples, wanted), decoding)
+    plan = training_plan(endless, repeated(data.train, wanted), data.decoding)
     return measure_loader(partial(open_loader, config, plan, workers=workers), workers, seconds)
 
 

@@ -31,7 +31,7 @@ from stoker.tasks.images.layouts.listing import split_place
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import choose_subset
-from stoker.tasks.images.trained_model import TrainedImageModel, open_model
+from stoker.tasks.images.models import TrainedImageModel, open_model
 from stoker.train.step import TOP
 
 LARGEST_LABELS_BYTES = 64 << 20

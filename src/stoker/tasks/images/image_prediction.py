@@ -1,4 +1,4 @@
-"""A checkpoint's model at work, and `stoker predict`: images from anywhere, without index or split."""
+"""A checkpoint's model at work: `stoker predict` for images from anywhere, and `stoker export`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stoker import __version__
 from stoker.config import Config
 from stoker.core.console import Advance, Answer, progress_bar, say, shown
+from stoker.core.errors import UserError
+from stoker.tasks.export_formats import CPU, Exportable
 from stoker.tasks.images.augment.pipeline import EvalPrepare
 from stoker.tasks.images.classify import colours_of, eval_prepare
-from stoker.tasks.images.data import choose_decoding, decoding_with, open_loader, validation_plan, validation_view
+from stoker.tasks.images.data import (
+    choose_decoding,
+    decoding_with,
+    open_loader,
+    validation_interpolation,
+    validation_plan,
+    validation_view,
+)
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
 from stoker.tasks.images.layouts.sample_index import SampleSet
-from stoker.tasks.images.trained_model import TrainedImageModel, open_model
+from stoker.tasks.images.models import TrainedImageModel, open_model
 from stoker.train.compute import Precision, set_matmul_precision
 
 DEFAULT_TOP = 5
@@ -172,3 +182,59 @@ def _try_image(path: Path, config: Config) -> NDArray[np.uint8] | str:
         return load_image(path, config)
     except BadImage as error:
         return error.reason
+
+
+def export(checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw: bool) -> Exportable:
+    """A network that takes normalised images (batch, 3, size, size)."""
+    restored = open_model(checkpoint, settings, raw=raw, say=say)
+    inputs, metadata = _inputs(restored, image), _metadata(restored)
+    return Exportable(restored.config.model, restored.model, "images", inputs, metadata, restored.path)
+
+
+def _metadata(restored: TrainedImageModel) -> dict[str, object]:
+    """What a program needs to know to use the model."""
+    config = restored.config
+    mean, std = colours_of(restored.model)
+    return {
+        "model": config.model,
+        "classes": list(restored.classes),
+        "mean": list(mean),
+        "std": list(std),
+        "img_size": restored.size,
+        "crop_ratio": config.crop_ratio,
+        "interpolation": validation_interpolation(config),
+        "probabilities": "sigmoid" if config.loss == "bce" else "softmax",
+        "weights": "averaged" if restored.averaged else "raw",
+        "epoch": restored.epoch,
+        "step": restored.step,
+        "stoker": __version__,
+    }
+
+
+def _inputs(restored: TrainedImageModel, image: Path | None) -> dict[str, Tensor]:
+    """What is compared: random images, several and one, and a real image if there is one."""
+    size = restored.size
+    generator = torch.Generator().manual_seed(0)
+    inputs = {f"random batch of {count}": torch.randn(count, 3, size, size, generator=generator) for count in (3, 1)}
+    real = _real_image(restored, image)
+    if real is not None:
+        path, pixels = real
+        inputs[path.name] = classifier_of(restored, CPU).prepare(pixels)
+    return inputs
+
+
+def _real_image(restored: TrainedImageModel, image: Path | None) -> tuple[Path, Tensor] | None:
+    """The given image, or the first readable one of the data that the model was trained on."""
+    root = restored.config.data_root
+    candidates: Iterator[Path] = iter(())
+    if image is not None:
+        candidates = iter([image])
+    elif root is not None and "://" not in root:
+        candidates = images_below(Path(root).expanduser())
+    for path in candidates:
+        try:
+            return path, torch.from_numpy(load_image(path, restored.config))[None]
+        except BadImage as error:
+            if image is not None:
+                raise UserError("image-unreadable", f"{path}: {error.reason}", hint="--image FILE.jpg") from None
+    return None

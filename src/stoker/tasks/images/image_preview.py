@@ -23,12 +23,23 @@ from stoker.config import Config
 from stoker.core.redact import redact_text
 from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
-from stoker.tasks.contact_sheet import COLUMNS, LARGEST_SIDE, Picture, Sheet, SheetRow, SheetSection, shown_side
+from stoker.tasks.contact_sheet import (
+    COLUMNS,
+    LARGEST_SIDE,
+    InputRange,
+    Picture,
+    Preview,
+    Sheet,
+    SheetRow,
+    SheetSection,
+    not_shown,
+    range_of,
+    range_text,
+    shown_side,
+)
 from stoker.tasks.images.augment.mixing import Recipe
 from stoker.tasks.images.augment.pipeline import Colour
-from stoker.tasks.images.class_losses import present_classes
 from stoker.tasks.images.classify import (
-    TrainingData,
     checked_training_plan,
     colours_of_name,
     eval_prepare,
@@ -38,6 +49,7 @@ from stoker.tasks.images.classify import (
     train_augment,
 )
 from stoker.tasks.images.data import (
+    TrainingData,
     open_loader,
     training_interpolation,
     validation_interpolation,
@@ -47,7 +59,7 @@ from stoker.tasks.images.data import (
 from stoker.tasks.images.image_loader import ImageBatch, ImagePlan
 from stoker.tasks.images.layouts.imagenet import spoken
 from stoker.tasks.images.layouts.sample_index import SampleSet
-from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text
+from stoker.tasks.images.models import present_classes
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared
 from stoker.train.transfers import Uploader
@@ -86,20 +98,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Samples that were prepared together, and the range of their numbers as the network gets them."""
+class StepSeen:
+    """The first samples of a training step on the first rank, or samples of validation."""
 
     samples: tuple[Sample, ...]
     values: InputRange
-
-
-@dataclass(frozen=True)
-class StepSeen:
-    """The first samples of a training step on the first rank."""
-
-    step: int
-    recipe: Recipe | None
-    inputs: Inputs
+    """The range of their numbers as the network gets them."""
+    step: int | None = None
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class ImagesSeen:
     data: TrainingData
     epoch: int
     training: tuple[StepSeen, ...]
-    validation: Inputs | None
+    validation: StepSeen | None
     """None without validation data, or without the time to read it."""
 
 
@@ -120,13 +126,11 @@ def preview(
     name: str,
     *,
     count: int | None = None,
-    epoch: int = 0,
-    world: int | None = None,
-    patience_s: float = float("inf"),
     largest: int = LARGEST_SIDE,
+    **limits: Any,
 ) -> Preview:
     """The sheet of a run's first steps, and of validation images of many classes."""
-    seen = look(config, data, count=count or DEFAULT_COUNT, epoch=epoch, world=world, patience_s=patience_s)
+    seen = look(config, data, count=count or DEFAULT_COUNT, **limits)
     return Preview(sheet_of(seen, name, largest), partial(describe, seen))
 
 
@@ -162,70 +166,60 @@ def look(
         positions = plan.steps.positions(number * config.gradient_accumulation)
         recipe = augment.mixer.draw(epoch, step, 0, size, size)
         now = min(shown, count - number * shown)
-        chosen = positions[:now] if recipe is None else _with_partners(positions, now)
-        batch = _make(config, plan, chosen, epoch)
-        prepared = prepare_batch(augment, Uploader(None).copy, 0, batch, epoch, step, 0)
+        if recipe is None:
+            positions = positions[:now]
+        elif 2 * now < len(positions):  # those that they are mixed with are the last ones of the batch
+            positions = np.concatenate([positions[:now], positions[-now:]])
+        batch = _make(config, plan, positions, epoch)
+        prepared = prepare_batch(augment, 0, Uploader(None).copy, batch, epoch, step, 0)
         labels = _labels(config, prepared, classes)[:now]
-        kept = 1.0 if recipe is None else recipe.kept
-        training.append(StepSeen(step, recipe, _inputs(data.train, batch, chosen, prepared, labels, colours, kept)))
+        samples = _samples(plan, batch, positions, prepared, labels, colours, 1.0 if recipe is None else recipe.kept)
+        training.append(StepSeen(samples, range_of(prepared.inputs[:now]), step, recipe))
     validation = None
     if data.val is not None and time.monotonic() - began_s <= patience_s:
-        chosen = spread_over_classes(data.val, max(1, count // 2))
-        batch = _make(config, validation_plan(config, data.val, data.decoding), chosen, 0)
+        positions = spread_over_classes(data.val, max(1, count // 2))
+        val_plan = validation_plan(config, data.val, data.decoding)
+        batch = _make(config, val_plan, positions, 0)
         prepared = prepare_val_batch(eval_prepare(config, colours, CPU), Uploader(None).copy, batch)
         labels = [((classes[label], 1.0),) for label in batch.labels]
-        validation = _inputs(data.val, batch, chosen, prepared, labels, colours)
+        samples = _samples(val_plan, batch, positions, prepared, labels, colours)
+        validation = StepSeen(samples, range_of(prepared.inputs))
     return ImagesSeen(config, data, epoch, tuple(training), validation)
-
-
-def _with_partners(positions: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The first positions of a batch and those that they are mixed with, its last ones."""
-    return positions if 2 * count >= len(positions) else np.concatenate([positions[:count], positions[-count:]])
 
 
 def _make(config: Config, plan: ImagePlan, positions: NDArray[np.int64], epoch: int) -> ImageBatch:
     """The batch of these positions. In this thread: for a few samples, starting workers would take longer."""
-    loader = open_loader(config.model_copy(update={"loader": "thread", "pin_memory": False}),
-                         replace(plan, steps=excerpt(positions)), workers=0)  # fmt: skip
+    alone = config.model_copy(update={"loader": "thread", "pin_memory": False})
+    loader = open_loader(alone, replace(plan, steps=excerpt(positions)), workers=0)
     try:
         return next(iter(loader.epoch(epoch)))
     finally:
         loader.close()
 
 
-def _inputs(
-    samples: SampleSet,
+def _samples(
+    plan: ImagePlan,
     batch: ImageBatch,
     positions: NDArray[np.int64],
     prepared: Prepared,
     labels: list[tuple[tuple[str, float], ...]],
     colours: tuple[Colour, Colour],
     kept: float = 1.0,
-) -> Inputs:
+) -> tuple[Sample, ...]:
     """The first samples of a batch, as many as there are labels; `kept` is the share of itself that each keeps."""
-    shown = prepared.inputs[: len(labels)]
-    pictures = as_pixels(shown, *colours)
-    parts = _parts(samples, batch, positions)
-    found = []
-    for place, picture in enumerate(pictures):
-        partner = replace(parts[-1 - place], share=1 - kept)
-        mixed = (replace(parts[place], share=kept), partner) if kept != 1 else (parts[place],)
-        found.append(Sample(picture, labels[place], mixed))
-    return Inputs(tuple(found), range_of(shown))
-
-
-def _parts(samples: SampleSet, batch: ImageBatch, positions: NDArray[np.int64]) -> list[SourceImage]:
-    """The images of a batch; `bad` names the replacement of each unreadable one."""
     instead = {bad.index: bad.replaced_by for bad in batch.bad}
     parts = []
     for place, index in enumerate(batch.indices.tolist()):
         taken, tries = index, len(instead)
         while taken in instead and tries:
             taken, tries = instead[taken], tries - 1
-        parts.append(
-            SourceImage(samples.index.name(taken), 1.0, int(positions[place]), bool(batch.flips[place]), taken != index)
-        )
-    return parts
+        name, mirrored = plan.samples.index.name(taken), bool(batch.flips[place])
+        parts.append(SourceImage(name, kept, int(positions[place]), mirrored, taken != index))
+    found = []
+    for place, picture in enumerate(as_pixels(prepared.inputs[: len(labels)], *colours)):
+        partner = (replace(parts[-1 - place], share=1 - kept),) if kept != 1 else ()
+        found.append(Sample(picture, labels[place], (parts[place], *partner)))
+    return tuple(found)
 
 
 def as_pixels(inputs_nchw: Tensor, mean: Colour, std: Colour) -> NDArray[np.uint8]:
@@ -277,21 +271,11 @@ def sheet_of(preview: ImagesSeen, name: str, largest: int) -> Sheet:
     mean, std = (", ".join(f"{value:.3f}" for value in colour) for colour in colours_of_name(config.model))
     about += [f"decoded by {data.decoding.decoder}", f"normalised with mean {mean} and deviation {std}"]
     size = image_size_of(config, preview.epoch)
-    rows = tuple(
-        SheetRow(tuple(map(_picture, seen.inputs.samples)), _step_title(seen, preview.epoch))
-        for seen in preview.training
-    )
-    training = SheetSection(
-        "Training",
-        (
-            _shown(_training_settings(config, size), size, largest),
-            range_text([seen.inputs.values for seen in preview.training]),
-        ),
-        rows,
-    )
-    return Sheet(
-        f"What the network gets: {name}", (" · ".join(about),), (training, _validation_section(preview, largest))
-    )
+    rows = tuple(SheetRow(_pictures(seen), _step_title(seen, preview.epoch)) for seen in preview.training)
+    settings = _shown(_training_settings(config, size), size, largest)
+    training = SheetSection("Training", (settings, range_text([seen.values for seen in preview.training])), rows)
+    sections = training, _validation_section(preview, largest)
+    return Sheet(f"What the network gets: {name}", (" · ".join(about),), sections)
 
 
 def _validation_section(preview: ImagesSeen, largest: int) -> SheetSection:
@@ -305,7 +289,7 @@ def _validation_section(preview: ImagesSeen, largest: int) -> SheetSection:
     which = f"images of {len(classes):,} of {len(data.val.classes):,} classes"
     settings = [f"{view.size} px", crop, validation_interpolation(config), which]
     notes = _shown(settings, view.size, largest), range_text([seen.values])
-    return SheetSection("Validation", notes, (SheetRow(tuple(map(_picture, seen.samples))),))
+    return SheetSection("Validation", notes, (SheetRow(_pictures(seen)),))
 
 
 def _training_settings(config: Config, size: int) -> list[str]:
@@ -347,8 +331,8 @@ def _step_title(seen: StepSeen, epoch: int) -> str:
     return f"Epoch {epoch}, step {seen.step}{mixed}"
 
 
-def _picture(sample: Sample) -> Picture:
-    return Picture(sample.pixels, caption_of(sample), _small_print(sample))
+def _pictures(seen: StepSeen) -> tuple[Picture, ...]:
+    return tuple(Picture(sample.pixels, caption_of(sample), _small_print(sample)) for sample in seen.samples)
 
 
 def caption_of(sample: Sample) -> tuple[str, ...]:
@@ -380,7 +364,7 @@ def describe(preview: ImagesSeen, boxes: tuple[tuple[int, int, int, int], ...]) 
             "step": seen.step,
             "mixed": None if seen.recipe is None else "mixup" if seen.recipe.box is None else "cutmix",
             "kept": None if seen.recipe is None else seen.recipe.kept,
-            "samples": [_record(sample, next(places)) for sample in seen.inputs.samples],
+            "samples": [_record(sample, next(places)) for sample in seen.samples],
         }
         for seen in preview.training
     ]

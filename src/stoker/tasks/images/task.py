@@ -20,35 +20,35 @@ class Classify(Task):
     }
     classifies = True
 
-    open_data = at(f"{_HERE}.classify:open_data")
+    open_data = at(f"{_HERE}.data:open_data")
     prepare_data = at(f"{_HERE}.data:prepare_data")
-    listings = at(f"{_HERE}.classify:listings")
-    contents = at(f"{_HERE}.classify:contents")
-    record_choice = at(f"{_HERE}.classify:record_choice")
+    listings = at(f"{_HERE}.data:listings")
+    contents = at(f"{_HERE}.data:contents")
+    record_choice = at(f"{_HERE}.data:record_choice")
     as_it_began = at(f"{_HERE}.classify:with_decoder_of")
     open_staging = at(f"{_HERE}.classify:open_staging")
-    needed_files = at(f"{_HERE}.needed_images:needed_files")
+    needed_files = at(f"{_HERE}.image_staging:needed_files")
 
     build_run = at(f"{_HERE}.classify:build_run")
     describe_run = at(f"{_HERE}.classify:describe_run")
 
-    open_training_loader = at(f"{_HERE}.classify:open_training_loader")
-    measure_speed = at(f"{_HERE}.classify:measure_training_speed")
+    open_training_loader = at(f"{_HERE}.data:open_training_loader")
+    measure_speed = at(f"{_HERE}.data:measure_speed")
     pack_variants = at(f"{_HERE}.pack.split_packing:ImageVariants")
     measure_storage = at(f"{_HERE}.data:storage_trial")
     utilisation_of = at("stoker.train.compute:utilisation_of")
 
     evaluate = at(f"{_HERE}.image_evaluation:evaluate")
     predict = at(f"{_HERE}.image_prediction:predict")
-    export = at(f"{_HERE}.image_export:export")
+    export = at(f"{_HERE}.image_prediction:export")
     pack = at(f"{_HERE}.pack.split_packing:pack")
     preview = at(f"{_HERE}.image_preview:preview")
 
     plan_facts = at(f"{_HERE}.plan_facts:image_facts")
     traceable_step = at(f"{_HERE}.plan_facts:step_for")
 
-    step_input = at(f"{_HERE}.verify.run_facts:step_input")
+    step_input = at(f"{_HERE}.plan_facts:step_input")
     checks = at(f"{_HERE}.verify:checks")
-    epoch_length = at(f"{_HERE}.verify.run_facts:epoch_length")
-    random_data = at(f"{_HERE}.verify.run_facts:random_data")
+    epoch_length = at(f"{_HERE}.plan_facts:epoch_length")
+    random_data = at(f"{_HERE}.plan_facts:random_data")
     milestones = at(f"{_HERE}.verify.recipe_checks:milestones")

@@ -23,8 +23,18 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
-from stoker.tasks.contact_sheet import LARGEST_SIDE, Picture, Sheet, SheetRow, SheetSection
-from stoker.tasks.preview import InputRange, Preview, not_shown, range_of, range_text
+from stoker.tasks.contact_sheet import (
+    LARGEST_SIDE,
+    InputRange,
+    Picture,
+    Preview,
+    Sheet,
+    SheetRow,
+    SheetSection,
+    not_shown,
+    range_of,
+    range_text,
+)
 from stoker.tasks.volumes.augment.intensity import draw_changes
 from stoker.tasks.volumes.augment.pipeline import (
     VolumeAugment,
@@ -87,13 +97,11 @@ def preview(
     name: str,
     *,
     count: int | None = None,
-    epoch: int = 0,
-    world: int | None = None,
-    patience_s: float = float("inf"),
     largest: int = LARGEST_SIDE,  # noqa: ARG001 - the text does not say how large the pictures are
+    **limits: Any,
 ) -> Preview:
     """The sheet of a run's first patches, and of validation patches of many volumes."""
-    seen = look(config, data, count=count or RUN_COUNT, epoch=epoch, world=world, patience_s=patience_s)
+    seen = look(config, data, count=count or RUN_COUNT, **limits)
     return Preview(sheet_of(seen, name), partial(describe, seen))
 
 

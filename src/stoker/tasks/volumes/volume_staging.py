@@ -16,8 +16,8 @@ from stoker.io.filling import WantedFile
 from stoker.io.stores import SourceStore, is_url, open_store
 from stoker.loader.fill_order import Indices
 from stoker.profile.host import HostConfig
+from stoker.tasks.base import Selection, refuse_classes
 from stoker.tasks.images.layouts.listing import split_place
-from stoker.tasks.needed_files import Selection, refuse_classes
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.formats.opening import VolumeRef, local_path, suffix_of

@@ -12,14 +12,12 @@ from stoker.io.storage_speed import Mount
 from stoker.io.stores import Buffer, LocalStore
 from stoker.tasks.images.layouts.imagenet import synsets
 from stoker.tasks.images.layouts.sample_index import SampleSet
-from stoker.tasks.images.verify import file_checks
-from stoker.tasks.images.verify.file_checks import FILE_CHECKS, judge_first_reads
-from stoker.tasks.images.verify.split_checks import SPLIT_CHECKS
+from stoker.tasks.images.verify import data_checks
+from stoker.tasks.images.verify.data_checks import DATA_CHECKS as CHECKS
+from stoker.tasks.images.verify.data_checks import judge_first_reads
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiny_training import write_images
 from tests.tasks.images.verify.data_sets import listed, outcome, subject_of, subject_with
-
-CHECKS = (*SPLIT_CHECKS, *FILE_CHECKS)
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +149,10 @@ def test_images_that_do_not_decode_are_named(data: Path) -> None:
 
 def test_every_class_has_its_turn_before_the_time_is_up(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = subject_of(whole).data.train
-    members = file_checks.in_turns(train, 3)
+    members = data_checks.in_turns(train, 3)
     assert train.labels(members).tolist() == [0, 1, 2] * 3
     assert len(set(members.tolist())) == 9
-    monkeypatch.setattr(file_checks, "DECODING_S", 0.0)
+    monkeypatch.setattr(data_checks, "DECODING_S", 0.0)
     assert found("images-decode", whole).status == "unknown"
 
 
@@ -170,7 +168,7 @@ def test_files_that_lustre_released_are_named(whole: Path, tmp_path: Path, monke
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     state.write_text("(0x0000000d) released exists archived, archive_id:1")
     assert found("storage-ready", whole).status == "passed", "not on Lustre: nobody asks"
-    monkeypatch.setattr(file_checks, "mount_of", lambda _path: Mount("lustre", True))
+    monkeypatch.setattr(data_checks, "mount_of", lambda _path: Mount("lustre", True))
     result = found("storage-ready", whole)
     assert (result.status, result.facts["share"]) == ("failed", 1.0)
     assert f"24 of 24 files below {whole}/train are released" in result.seen
@@ -198,9 +196,9 @@ class LazyStore(LocalStore):
 
 
 def test_files_that_load_lazily_are_noticed_by_their_first_read(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_checks, "open_store", LazyStore)
-    monkeypatch.setattr(file_checks, "FIRST_READS", 3)
-    monkeypatch.setattr(file_checks.time, "perf_counter", lambda: LazyStore.now_s)
+    monkeypatch.setattr(data_checks, "open_store", LazyStore)
+    monkeypatch.setattr(data_checks, "FIRST_READS", 3)
+    monkeypatch.setattr(data_checks.time, "perf_counter", lambda: LazyStore.now_s)
     result = found("storage-ready", whole)
     assert result.status == "failed"
     assert "files load lazily; all 33 would take" in result.seen
@@ -234,11 +232,11 @@ def test_images_in_both_splits_are_found_whatever_their_names(data: Path) -> Non
 
 
 def test_what_was_not_compared_is_not_claimed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_checks, "COMPARED", 4)
+    monkeypatch.setattr(data_checks, "COMPARED", 4)
     part = found("duplicates", whole)
     assert "4 validation images compared with 24 training images, none in both; --deep compares all" in part.seen
     assert found("duplicates", whole, deep=True).facts["val"] == 9
-    monkeypatch.setattr(file_checks, "COMPARING_S", 0.0)
+    monkeypatch.setattr(data_checks, "COMPARING_S", 0.0)
     assert found("duplicates", whole).status == "unknown"
     store = listed({"a": ["1.jpg"], "b": ["2.jpg"]}, "s3://bucket/train")
     unknown = outcome(CHECKS, "duplicates", subject_with(store, store))

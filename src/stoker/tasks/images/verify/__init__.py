@@ -7,9 +7,8 @@ from stoker.tasks.checks import Check
 
 def checks() -> tuple[Check, ...]:
     """The checks of images."""
-    from stoker.tasks.images.verify.file_checks import FILE_CHECKS
+    from stoker.tasks.images.verify.data_checks import DATA_CHECKS
     from stoker.tasks.images.verify.label_checks import LABEL_CHECKS
     from stoker.tasks.images.verify.recipe_checks import RECIPE_CHECKS
-    from stoker.tasks.images.verify.split_checks import SPLIT_CHECKS
 
-    return (*RECIPE_CHECKS, *SPLIT_CHECKS, *FILE_CHECKS, *LABEL_CHECKS)
+    return (*RECIPE_CHECKS, *DATA_CHECKS, *LABEL_CHECKS)

@@ -15,7 +15,6 @@ from stoker.core.console import shown, some
 from stoker.core.finding import Finding
 from stoker.core.units import count
 from stoker.tasks.checks import Check, Subject, failed, passed, unknown
-from stoker.tasks.images.label_mapping import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
 from stoker.tasks.images.layouts.imagenet import (
     DEVKIT_FIRST,
     are_class_numbers,
@@ -27,7 +26,8 @@ from stoker.tasks.images.layouts.imagenet import (
     validation_numbers,
 )
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
-from stoker.tasks.images.verify.file_checks import in_turns
+from stoker.tasks.images.permuted_labels import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
+from stoker.tasks.images.verify.data_checks import in_turns
 
 # ReaL labels agree with the official labels of 42,164 of the 46,837 validation images that have any: 90.0 %. By class
 # the worst is 18 % (tape player), then 39 %; by any 50 neighbouring classes at least 84 %. Images spread at random
@@ -262,7 +262,7 @@ def check_by_model(subject: Subject) -> Finding | None:
             f"stoker verify {subject.path} --weights FILE (a checkpoint, or published weights of the same classes)",
         )
     from stoker.tasks.images.image_prediction import predicted_classes
-    from stoker.tasks.images.trained_model import open_for_classes
+    from stoker.tasks.images.models import open_for_classes
 
     trained = open_for_classes(subject.weights, subject.config, train.classes, subject.say)
     numbers = {name: number for number, name in enumerate(trained.classes)}

@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stoker.tasks.images.label_alarm import Confusion, Figures, judge_labels
-from stoker.tasks.images.label_mapping import describe_mapping, likely_mapping
+from stoker.tasks.images.permuted_labels import Confusion, Figures, describe_mapping, judge_labels, likely_mapping
 from tests.support.operators import counted
 
 Counts = NDArray[np.int64]

@@ -122,8 +122,6 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
         check_destination(resolved.config.data_root, options.pack)
     opened = open_config(resolved, path, overrides, options)
     config, machine, trier, live = opened.config, opened.machine, opened.trier, opened.live
-    cpus, pace_s, remarks = opened.cpus, opened.pace_s, opened.remarks
-    around = _surroundings(config, machine, cpus, options.goal, paced=pace_s is not None)
     start = settings_of(config)
     if options.other_places:
         start["data_root"] = config.data_root
@@ -137,20 +135,19 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     journal = open_journal(journal_path(target), facts, same, machine, fresh=options.fresh)
     packs: Packs | None = None
     try:
-        around = replace(around, packed=options.packed)
         if options.pack is not None:
             packs = Packs(options.pack, config, journal)
-            around = replace(around, packed=(*options.packed, *packs.places), mapped=packs.mapped)
+        around = _surroundings(opened, options, packs)
         began_s = time.monotonic()
         ceiling = _ceiling(trier, start, options.trial_s, journal, live)
+        left_s = options.budget_s - (time.monotonic() - began_s)
         objective = Objective(options.goal, config.epochs, config.limit_val_batches != 0, options.price_per_hour)
         choices = Choices(
             start, proposer(around), plan_fits(config, path, machine), Choices.ready if packs is None else packs.ready,
             ceiling, other_training(options.also, around),
         )  # fmt: skip
-        left_s = options.budget_s - (time.monotonic() - began_s)
         trials = Trials(trier, objective.score, journal, live, budget_s=left_s, trial_s=options.trial_s)
-        told = {"unit": live.unit, "config": path.name, "notes": remarks, "paced": options.pace}
+        told = {"unit": live.unit, "config": path.name, "notes": opened.remarks, "paced": options.pace}
         outcome = search(trials, choices, objective, told)
     finally:
         live.close()
@@ -270,8 +267,8 @@ def _memory_limit(ram_bytes: int | None, ranks_here: int) -> int | None:
     return None if total is None or (ram_bytes is None and ranks_here == 1) else total // ranks_here
 
 
-def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *, paced: bool) -> Surroundings:
-    splits = True
+def _surroundings(opened: Opened, options: TuneOptions, packs: Packs | None) -> Surroundings:
+    config, splits, paced = opened.config, True, opened.pace_s is not None
     if not paced and config.gradient_accumulation > 1 and config.mixup_alpha == config.cutmix_alpha == 0:
         splits = has_batch_norm(config)
     decoded_bytes = task_for(config).decoded_bytes(config)
@@ -279,9 +276,10 @@ def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *
         # Of one rank and of the node's other ranks, which share a cache's size.
         decoded_bytes *= config.devices if isinstance(config.devices, int) else 1
     return Surroundings(
-        config, cpus, cuda=bool(machine.accelerators), paced=paced,
-        remote=config.data_root is not None and is_url(config.data_root), splits_change_training=splits, goal=goal,
-        decoded_bytes=decoded_bytes,
+        config, opened.cpus, cuda=bool(opened.machine.accelerators), paced=paced,
+        remote=config.data_root is not None and is_url(config.data_root), splits_change_training=splits,
+        goal=options.goal, decoded_bytes=decoded_bytes, mapped=frozenset() if packs is None else packs.mapped,
+        packed=(*options.packed, *(() if packs is None else packs.places)),
     )  # fmt: skip
 
 

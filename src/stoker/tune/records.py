@@ -159,6 +159,10 @@ class State:
         return good[-1] if good else None
 
     @property
+    def observed(self) -> Observed | None:
+        return None if self.measured is None else self.measured.observed
+
+    @property
     def share_of_ceiling(self) -> float | None:
         good = [run.samples_per_second for run in self.runs.get(key_of(self.best), ())]
         rates = [rate for rate in good if rate is not None]

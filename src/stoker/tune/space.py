@@ -134,7 +134,7 @@ def _losses(state: State, around: Surroundings) -> list[Loss]:
 def _workers(state: State, around: Surroundings) -> Iterator[Candidate]:
     now = _whole(state.best, "num_workers")
     counts = worker_counts(around.cpus, now)
-    model = _model(state)
+    model = loader_model(state)
     if state.measured is None:  # it does not run at all
         yield from (
             Candidate({"num_workers": count}, "the original does not run; fewer workers need less memory")
@@ -165,12 +165,12 @@ def _prefetch(state: State, around: Surroundings) -> Iterator[Candidate]:  # noq
         if now > 1:
             yield Candidate({"prefetch_factor": 1}, "the original does not run; fewer batches need less memory")
         return
-    yield from prefetch_candidates(now, workers, _model(state))
+    yield from prefetch_candidates(now, workers, loader_model(state))
 
 
 def _lookahead(state: State, around: Surroundings) -> Iterator[Candidate]:
     now = _whole(state.best, "lookahead")
-    observed = _observed(state)
+    observed = state.observed
     if not around.remote or observed is None or _blocked_share(observed) < COMPUTES:
         return
     why = "workers wait for the object store; fetch further ahead"
@@ -301,13 +301,8 @@ def other_training(names: tuple[str, ...], around: Surroundings) -> list[Candida
 # What candidates are chosen by.
 
 
-def _model(state: State) -> LoaderModel | None:
-    observed = _observed(state)
-    return None if observed is None else model_of(observed)
-
-
-def _observed(state: State) -> Observed | None:
-    return None if state.measured is None else state.measured.observed
+def loader_model(state: State) -> LoaderModel | None:
+    return None if state.observed is None else model_of(state.observed)
 
 
 def _workers_were_changed(state: State) -> bool:

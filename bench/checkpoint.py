@@ -26,9 +26,8 @@ import timm
 import torch
 
 from bench.rounds import interleave, keep, ratio
-from stoker.train.checkpoint.flat_state import flatten
 from stoker.train.checkpoint.folder import Checkpoints
-from stoker.train.checkpoint.format import write_checkpoint
+from stoker.train.checkpoint.format import flatten, write_checkpoint
 from stoker.train.checkpoint.saver import BackgroundWriter, SnapshotBuffer
 
 LARGEST_RATIO = 0.1

@@ -33,14 +33,14 @@ from bench.rounds import Spread, interleave, keep, ratio
 from stoker.config import load_config
 from stoker.loader.loader import LoaderOptions
 from stoker.tasks.demo import write_scrolls
-from stoker.tasks.volumes.augment.pipeline import build_volume_augment, transform_range
+from stoker.tasks.volumes.augment import build_volume_augment, transform_range
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import statistics_of, survey
+from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import ReadingOptions
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch
 from stoker.tasks.volumes.patches.patches import UNCHANGED, training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
 
 STEPS = 1000
 BATCH = 1

@@ -34,12 +34,12 @@ from stoker.loader.loader import LoaderOptions
 from stoker.tasks.demo import scroll_volume
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Shape
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.tasks.volumes.patches.patches import training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
 
 PROJECT = Path(__file__).parents[1]
 PATCH: Shape = (72, 136, 136)

@@ -30,7 +30,7 @@ from stoker.plan.tracing import Trace, trace_step
 from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, vram_budget
 from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.tasks.volumes.losses import build_volume_loss
-from stoker.train.optimization import build_optimizer
+from stoker.train.optimizers import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch
 
 PUBLISHED = Path(__file__).with_name("vram_published.yaml")

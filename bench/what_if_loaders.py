@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench.quiet import busy_seconds
 from stoker.attach.stage_clock import read_schedule
+from stoker.loader.loader import LoaderOptions
 from stoker.loader.threads import ThreadEngine
 from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed
 from stoker.tasks.images.image_loader import ImageBatch
@@ -111,9 +112,8 @@ class _Maker:
 def batches_of(engine: str, kind: str, workers: int, prefetch: int) -> Iterator[BatchTime]:
     """The costs of an endless stream of batches, made by torch's workers or our threads."""
     if engine == "thread":
-        threads = ThreadEngine(
-            cast(Any, _Maker(kind)), workers=workers, prefetch=prefetch, pin_memory=False, lookahead=1_000_000
-        )
+        options = LoaderOptions("thread", workers, prefetch, lookahead=1_000_000)
+        threads = ThreadEngine(cast(Any, _Maker(kind)), options)
         with closing(threads):
             for batch in threads.batches(0, 0):
                 yield cast(BatchTime, batch.cost)

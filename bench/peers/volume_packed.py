@@ -10,10 +10,10 @@ from bench.peers.volume_serving import VolumeJob, serve_volumes
 from stoker.loader.loader import LoaderOptions
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import ReadingOptions
 from stoker.tasks.volumes.patches.patches import UNCHANGED, TransformRange, training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
 
 STEPS = 1000
 NNUNET = TransformRange(flips=(0.5, 0.5, 0.5), rotation=0.2, scaling=0.2)

@@ -15,15 +15,15 @@ from bench.peers.serving import Job, serve
 from bench.volume_augment import BATCH, patch_of, statistics_of
 from stoker.config import load_config
 from stoker.loader.loader import LoaderOptions
-from stoker.tasks.volumes.augment.pipeline import build_volume_augment, build_volume_eval, transform_range
+from stoker.tasks.volumes.augment import build_volume_augment, build_volume_eval, transform_range
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import ReadingOptions
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch
 from stoker.tasks.volumes.patches.patches import UNCHANGED, training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
 
 # nnU-Net blurs, or lowers the resolution of, each channel with probability 1/2 once it has decided to; and its two
 # gamma corrections are 0.1 and 0.3.

@@ -15,7 +15,7 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.loader.rng import sample_keys
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
-from stoker.tasks.volumes.augment.pipeline import build_volume_augment
+from stoker.tasks.volumes.augment import build_volume_augment
 from stoker.tasks.volumes.data import open_data, open_loader, training_plan
 from stoker.tasks.volumes.formats.volume import ArrayVolume
 from stoker.tasks.volumes.patches.patches import TransformRange, draw_transforms

@@ -16,14 +16,14 @@ import pytest
 from numpy.typing import NDArray
 
 from stoker.loader.loader import LoaderOptions
-from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare
+from stoker.tasks.volumes.augment import VolumeEvalPrepare
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import ReadingOptions
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patches import training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.scores.whole import foreground, score_surface
 from tests.conftest import Run
 from tests.support.published_scores import published_score

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.io.storage_speed import Mount, is_remote, mount_of
+from stoker.profile.mounts import Mount, is_remote, mount_of
 
 LIST = r"""27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 27 0:30 / /data rw,relatime shared:5 - nfs4 filer:/export rw,vers=4.2

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from stoker.core.errors import UserError
-from stoker.io.aws_profile import profile_settings
 from stoker.io.cache import CachedStore, cache_place
-from stoker.io.object_store import ObjectStore
+from stoker.io.object_store import ObjectStore, profile_settings
 from stoker.io.stores import LocalStore, ReadFailure, Store, StoreDown, open_store
 from tests.support.s3_server import BUCKET, KEY, SECRET, S3Server, use_environment
 from tests.support.waiting import DEADLINE_S
@@ -172,7 +171,7 @@ print(first, in_child(), len(store.read("class/a.jpg")))
 def test_keys_of_a_profile_are_used_where_the_environment_has_none(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = put(s3, "profile")
+    url = put(s3, "keys-of-a-profile")
     (tmp_path / "credentials").write_text(
         f"[default]\naws_access_key_id = wrong\naws_secret_access_key = wrong\n"
         f"[work]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"

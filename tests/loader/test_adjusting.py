@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.loader.collate import LoaderSetup
-from stoker.loader.worker_pool import WorkerPool
+from stoker.loader.batch import LoaderSetup
+from stoker.loader.threads import WorkerPool
 from stoker.tasks.images.image_loader import ImageLoader
 from tests.loader.test_loader import SAMPLES, entries, ledger, loader_for, make_images
 from tests.support.proxy import Proxy, hold_until_in_flight

@@ -19,9 +19,9 @@ from PIL import Image
 
 from stoker.config import Config, load_config
 from stoker.core.errors import UserError
-from stoker.loader import deaths
+from stoker.loader import processes
 from stoker.loader.batch import TooManyBad
-from stoker.loader.deaths import Casualties, WorkerDied, killed_for_memory
+from stoker.loader.processes import Casualties, WorkerDied, killed_for_memory
 from stoker.tasks.images.data import (
     ALONE,
     choose_decoding,
@@ -376,7 +376,7 @@ def test_a_broken_pipe_of_a_dying_worker_is_not_an_interruption(
     assert isinstance(explained, WorkerDied)
     assert "loader worker 0" in explained.seen
     assert "exited with code 7" in explained.seen
-    monkeypatch.setattr(deaths, "SETTLE_S", 0.1)
+    monkeypatch.setattr(processes, "SETTLE_S", 0.1)
     living = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     living.start()
     try:

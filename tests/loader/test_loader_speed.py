@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.loader import loader_speed
-from stoker.loader.loader_speed import LEAST_CAME, LinkBalance, measure_loader
+from stoker.loader.loader import LEAST_CAME, LinkBalance, measure_loader
 from stoker.profile.batch_costs import BatchCost
 
 BATCH = 8
@@ -44,7 +43,7 @@ def test_samples_that_were_fetched_before_do_not_count(
     monkeypatch: pytest.MonkeyPatch, link: bool, expected: float
 ) -> None:
     loader: Any = MadeUpLoader(link=link)
-    monkeypatch.setattr(loader_speed.time, "perf_counter", lambda: loader.now_s)
+    monkeypatch.setattr("time.perf_counter", lambda: loader.now_s)
     measured = measure_loader(lambda: loader, 1, 1.0)
     assert measured.images_per_second == pytest.approx(expected, rel=0.05)
 

@@ -15,7 +15,7 @@ from stoker.plan.operators import cuda_autocast_rules
 from stoker.plan.tracing import CannotTrace, Trace, trace_step
 from stoker.plan.vram import largest_that_fits, trace_batches
 from stoker.tasks.images.models import build_model, cross_entropy
-from stoker.train.optimization import build_optimizer
+from stoker.train.optimizers import build_optimizer
 from stoker.train.step import Prepared, TraceableStep, plain_batch
 
 RESNET50_PARAMETERS = 25_557_032

@@ -13,7 +13,7 @@ from stoker.config import Config, load_config
 from stoker.plan.vram import CONTEXT, PARTS, bound_without_trace, trace_vram, vram_budget
 from stoker.tasks.images.classify import traceable_step
 from stoker.tasks.images.models import build_model, cross_entropy
-from stoker.train.optimization import build_optimizer
+from stoker.train.optimizers import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch
 
 MIB = 1 << 20

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from stoker.core.cgroups import (
-    Throttling,
     cgroup_folders,
     cpu_quota,
     memory_limit,
@@ -33,14 +32,14 @@ def test_the_throttling_count_is_read_from_cgroup_v2(tmp_path: Path) -> None:
     (own / "cpu.stat").write_text("usage_usec 5\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
     (tmp_path / "pod" / "cpu.stat").write_text("usage_usec 5\nnr_periods 50\nnr_throttled 9\nthrottled_usec 2500000\n")
     # The limit may be set on a parent cgroup.
-    assert read_throttling(tmp_path, proc(tmp_path, "0::/pod/container\n")) == Throttling(2.5)
+    assert read_throttling(tmp_path, proc(tmp_path, "0::/pod/container\n")) == 2.5
 
 
 def test_the_throttling_count_is_read_from_cgroup_v1(tmp_path: Path) -> None:
     own = tmp_path / "cpu" / "docker"
     own.mkdir(parents=True)
     (own / "cpu.stat").write_text("nr_periods 10\nnr_throttled 4\nthrottled_time 1500000000\n")
-    assert read_throttling(tmp_path, proc(tmp_path, "4:memory:/x\n2:cpu,cpuacct:/docker\n")) == Throttling(1.5)
+    assert read_throttling(tmp_path, proc(tmp_path, "4:memory:/x\n2:cpu,cpuacct:/docker\n")) == 1.5
 
 
 def test_a_limit_on_a_nested_cgroup_v1_counts(tmp_path: Path) -> None:
@@ -74,8 +73,8 @@ def test_without_a_quota_nothing_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_share_is_relative_to_the_time_of_all_cores() -> None:
-    assert throttled_share(Throttling(1.0), Throttling(6.0), 10.0, 1) == pytest.approx(0.5)
-    assert throttled_share(Throttling(1.0), Throttling(11.0), 10.0, 2) == pytest.approx(0.5)
+    assert throttled_share(1.0, 6.0, 10.0, 1) == pytest.approx(0.5)
+    assert throttled_share(1.0, 11.0, 10.0, 2) == pytest.approx(0.5)
 
 
 def test_the_busy_share_is_that_of_the_cores_that_this_process_may_use(

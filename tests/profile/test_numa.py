@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stoker.profile import numa
-from stoker.profile.numa import (
+from stoker.profile import host as host_module
+from stoker.profile.host import (
     STAY,
     Binding,
     bind_rank,
@@ -113,17 +113,17 @@ def test_the_process_is_bound_to_what_was_chosen(two_sockets: Path, monkeypatch:
     moved: list[frozenset[int]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
-    monkeypatch.setattr(numa, "allowed_cores", lambda: set(ALL))
-    monkeypatch.setattr(numa, "bind_threads", lambda cores: moved.append(cores) or True)
+    monkeypatch.setattr(host_module, "allowed_cores", lambda: set(ALL))
+    monkeypatch.setattr(host_module, "bind_threads", lambda cores: moved.append(cores) or True)
     assert bind_rank(3, 4, two_sockets) == Binding(RIGHT, 1)
     assert moved == [RIGHT]
-    monkeypatch.setattr(numa, "bind_threads", lambda _cores: False)  # the kernel refuses
+    monkeypatch.setattr(host_module, "bind_threads", lambda _cores: False)  # the kernel refuses
     assert bind_rank(3, 4, two_sockets) == STAY
 
 
 MOVES = """
 import os, threading
-from stoker.profile.numa import bind_threads
+from stoker.profile.host import bind_threads
 
 stop = threading.Event()
 thread = threading.Thread(target=stop.wait)

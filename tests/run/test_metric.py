@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.run.metric import ACC1, Metric, checkpoint_name, read_checkpoint_name
+from stoker.run.metrics import ACC1, Metric, checkpoint_name, read_checkpoint_name
 from stoker.tasks.base import metric_of
 from stoker.train.checkpoint.folder import Checkpoints
 from stoker.train.schedule import EarlyStopping, Progress

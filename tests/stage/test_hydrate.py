@@ -14,7 +14,6 @@ import pytest
 
 from stoker.cli import main
 from stoker.core.errors import UsageError, UserError
-from stoker.stage.concurrency import RateLimit
 from stoker.stage.hydrate import (
     Hydrated,
     HydrateOptions,
@@ -24,6 +23,7 @@ from stoker.stage.hydrate import (
     parse_states,
     read_through,
 )
+from stoker.stage.transfer import RateLimit
 from tests.support.lustre import FakeLustre
 from tests.support.waiting import DEADLINE_S, wait_until
 

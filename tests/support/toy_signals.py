@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from stoker.config import config_values
 from stoker.core.errors import UserError
-from stoker.loader.batch import LoadedBatch, Quarantine
-from stoker.loader.collate import Allocate, BatchSource
+from stoker.loader.batch import Allocate, BatchSource, LoadedBatch, Quarantine
 from stoker.loader.loader import BatchLoader
 from stoker.loader.rng import sample_keys
 from stoker.loader.sampler import EpochSampler, Steps
@@ -26,7 +25,7 @@ from stoker.profile.observed import StorageFacts
 from stoker.tasks import building
 from stoker.tasks.base import Task
 from stoker.tasks.checks import StepInput
-from stoker.train.checkpoint.data_changes import Listings, listing_of
+from stoker.train.checkpoint.changes import Listings, listing_of
 from stoker.train.loop import Run, RunRecord
 from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared, TraceableStep, plain_batch

@@ -12,7 +12,7 @@ from stoker.config import load_config
 from stoker.core.errors import UserError
 from stoker.profile.host import Machine, fit_to_machine
 from stoker.train.compute import choose_fastest_kernels
-from stoker.train.devices import check_devices, device_index
+from stoker.train.ranks import check_devices, device_index
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
 

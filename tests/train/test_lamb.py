@@ -13,8 +13,7 @@ from timm.optim import Lamb as TimmLamb
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stoker.train.lamb import Lamb
-from stoker.train.optimization import build_optimizer, parameter_groups
+from stoker.train.optimizers import Lamb, build_optimizer, parameter_groups
 from tests.support.operators import counted
 
 MOST_KERNELS = 60

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stoker.io.prefetch import HeldBack
-from stoker.loader.collate import LoaderSetup
+from stoker.loader.batch import LoaderSetup
 from stoker.profile.batch_costs import BatchCost, StageCost
 from stoker.profile.memory import MemoryState
 from stoker.profile.step_clock import StepClock

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.loader.collate import LoaderSetup
+from stoker.loader.batch import LoaderSetup
 from stoker.train.loader_changes import (
     MOST_PREFETCH,
     MOST_WORKERS,

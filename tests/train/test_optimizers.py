@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.train.optimization import build_optimizer, parameter_groups, set_lr
+from stoker.train.optimizers import build_optimizer, parameter_groups, set_lr
 
 NAMES = ("sgd", "adamw", "lamb")
 

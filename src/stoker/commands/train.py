@@ -107,10 +107,9 @@ def train_from_config(
     from stoker.tasks.training import TrainJob, train_here
     from stoker.train.checkpoint.branching import check_start
     from stoker.train.compute import accelerator_of
-    from stoker.train.devices import check_devices
     from stoker.train.launch import launch, launched_here
     from stoker.train.progress_line import TrainLog, TrainProgress
-    from stoker.train.ranks import Ranks, ranks_from_environment
+    from stoker.train.ranks import Ranks, check_devices, ranks_from_environment
     from stoker.verify.run_checks import warnings_before_training
 
     ranks = ranks_from_environment()

@@ -10,26 +10,34 @@ import errno
 import math
 import multiprocessing
 import os
+import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-from stoker.core.errors import StokerError
+from stoker.core.cgroups import oom_kills
+from stoker.core.console import Say
+from stoker.core.errors import StokerError, UserError
 from stoker.core.priority import step_back
+from stoker.core.units import count
 from stoker.io import outage
+from stoker.loader.batch import Announcer, EnginePlan, Made, Maker
 from stoker.loader.buffers import PageLock, SharedSlots, no_shared_memory, shared_array
-from stoker.loader.collate import Announcer, EnginePlan, Made, Maker
-from stoker.loader.deaths import Casualties
 from stoker.loader.loader_memory import batches_held, beyond_flight
+
+if TYPE_CHECKING:
+    from stoker.loader.loader import LoaderOptions
 
 Request = tuple[int, int, int, int | None]
 """Epoch, step, start, and the slot to fill; None if none was free."""
@@ -146,35 +154,35 @@ class ProcessEngine(Generic[Made]):
         self,
         plan: EnginePlan,
         open_maker: Callable[[], Maker[Made]],
-        *,
-        workers: int,
-        prefetch: int,
-        persistent: bool,
-        start_method: str,
-        lookahead: int,
-        held: int = 1,
-        page_lock: PageLock | None = None,
+        options: LoaderOptions,
+        say: Say = lambda _line: None,
     ) -> None:
-        self.most_in_flight = max(1, workers * prefetch)
+        workers = options.workers
+        # The threads of obstore and tensorstore do not survive a fork.
+        start_method = "forkserver" if options.worker_start == "auto" else options.worker_start
+        self.most_in_flight = max(1, workers * options.per_worker)
         self._in_flight = InFlight(self.most_in_flight)
-        self._beyond_flight = beyond_flight(held)
+        self._beyond_flight = beyond_flight(options.held)
         self._batch_bytes = math.prod(plan.batch_shape)
         self._slots = None
         if workers:
-            count = batches_held("process", workers, prefetch, held)
-            self._slots = SharedSlots(count, plan.batch_shape, page_lock=page_lock)
+            held = batches_held("process", workers, options.per_worker, options.held)
+            page_lock = PageLock(say) if options.pin_memory else None
+            self._slots = SharedSlots(held, plan.batch_shape, page_lock=page_lock)
         self._steps = _Steps(plan, self._slots)
         self._iterator: LimitedIterator | None = None
         self._casualties = Casualties()
         if start_method == "forkserver" and workers:
-            _preload_forkserver(type(plan).__module__)
+            # So that a worker starts in milliseconds, the server imports what each needs: this, and what makes batches.
+            needed = ["stoker.loader.processes", type(plan).__module__]
+            multiprocessing.get_context("forkserver").set_forkserver_preload(needed)
         self._loader = LimitedLoader(
-            _Batches(open_maker, lookahead, self._slots.tensors if self._slots is not None else []),
+            _Batches(open_maker, options.lookahead, self._slots.tensors if self._slots is not None else []),
             batch_sampler=self._steps,
             num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
+            prefetch_factor=options.per_worker if workers else None,
             pin_memory=False,  # the slots are pinned themselves
-            persistent_workers=persistent and workers > 0,
+            persistent_workers=options.persistent_workers and workers > 0,
             multiprocessing_context=start_method if workers else None,
             collate_fn=_unchanged,
             # A fork server keeps the environment it was started with; credentials may have been set later.
@@ -267,7 +275,91 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _preload_forkserver(kind: str) -> None:
-    """Makes the fork server import what every worker needs, so that a worker starts in milliseconds: the engine, and
-    the module of what it makes."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["stoker.loader.processes", kind])
+SETTLE_S = 5.0
+"""A pipe breaks before the process counts as ended: the fork server has to collect it first."""
+KERNEL_LOG = Path("/dev/kmsg")
+NOT_KNOWN = 255
+"""What multiprocessing reports for a process whose fork server is gone, too."""
+REASONS: dict[int, str] = {
+    signal.SIGKILL: "the kernel does this when memory runs out, and so does kill -9",
+    signal.SIGBUS: "usually /dev/shm is full, or a mapped file became shorter",
+    signal.SIGSEGV: "a library that it uses crashed",
+    signal.SIGILL: "a library that it uses was built for another CPU",
+    signal.SIGXCPU: "it used the CPU time that `ulimit -t` allows",
+}
+
+
+class WorkerDied(UserError):
+    """A loader process ended in the middle of its work."""
+
+
+class Casualties:
+    """How the workers of one loader died: which one, by which signal, and whether because memory ran out. Made before
+    they start."""
+
+    def __init__(self) -> None:
+        self._oom_kills = oom_kills()
+
+    def explain(self, error: Exception, workers: Sequence[BaseProcess]) -> Exception:
+        """The error to raise in place of the loader's: who died, or the loader's own if all workers live."""
+        with suppress(OSError, ValueError):
+            ended = connection.wait([worker.sentinel for worker in workers], SETTLE_S)
+            for worker in workers:
+                if worker.sentinel in ended:
+                    worker.join(SETTLE_S)  # its files are closed a moment before it is gone
+        dead = {number: worker for number, worker in enumerate(workers) if not worker.is_alive()}
+        if dead:
+            seen = [f"loader worker {number} (process {one.pid}) {_how(one.exitcode)}" for number, one in dead.items()]
+            return WorkerDied(
+                "worker-died",
+                f"{'; '.join(seen)}, of {len(workers)} in this loader",
+                why=self._why(list(dead.values())),
+                hint="the same command resumes; less memory: num_workers, prefetch_factor or batch_size",
+            )
+        # An error that a worker raised contains its name.
+        if not isinstance(error, (EOFError, ConnectionError)) or "DataLoader worker process" in str(error):
+            return error
+        # No worker is left to ask: the fork server died before it had started one.
+        return WorkerDied(
+            "worker-died",
+            f"the loader's processes are not there any more ({type(error).__name__})",
+            why="the process that starts them was killed; the kernel does this when memory runs out",
+            hint="the same command resumes; loader=thread needs no such process",
+        )
+
+    def _why(self, dead: Sequence[BaseProcess]) -> str:
+        before, now = self._oom_kills, oom_kills()
+        if before is not None and now is not None and now > before:
+            ended = count(now - before, "process", "processes")
+            return f"memory ran out: the kernel's OOM killer has ended {ended} of this cgroup meanwhile"
+        if {worker.pid for worker in dead} & killed_for_memory():
+            return "memory ran out: the kernel's log names it among those that the OOM killer ended"
+        reason = REASONS.get(-(dead[0].exitcode or 0))
+        return reason or "a worker only makes batches: it does not end by itself"
+
+
+def killed_for_memory(log: Path = KERNEL_LOG) -> set[int]:
+    """The processes that the kernel's log names as killed for lack of memory; empty if it cannot be read."""
+    found: set[int] = set()
+    with suppress(OSError):
+        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            # A device gives one record at a time, and BlockingIOError after the last.
+            while record := os.read(descriptor, 8192):
+                found.update(map(int, re.findall(rb"Killed process (\d+)", record)))
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
+    return found
+
+
+def _how(code: int | None) -> str:
+    if code is None or code == NOT_KNOWN:
+        return "ended, and nobody knows how"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

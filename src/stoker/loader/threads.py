@@ -7,42 +7,96 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from stoker.core.console import Say
+from stoker.core.priority import step_back
 from stoker.io import outage
 from stoker.io.prefetch import HeldBack
+from stoker.loader.batch import Announcer, LoaderSetup, Made, Maker
 from stoker.loader.buffers import BufferPool
-from stoker.loader.collate import Announcer, LoaderSetup, Made, Maker
 from stoker.loader.loader_memory import beyond_flight
-from stoker.loader.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from stoker.loader.loader import LoaderOptions
+
+Result = TypeVar("Result")
+
+MOST_THREADS = 4096
+"""The most that `num_workers` may ask for; a thread is only started when all others are busy."""
+
+
+class WorkerPool(Generic[Result]):
+    """Runs the jobs in the order in which they are submitted, with `size` threads at once."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="stoker-loader", initializer=step_back)
+        self._lock = threading.Lock()
+        self._asked: deque[tuple[Future[Result], Callable[[], Result]]] = deque()
+        self._working = 0
+
+    def submit(self, make: Callable[[], Result]) -> Future[Result]:
+        """Submits one more job; a thread runs it when its turn comes."""
+        future: Future[Result] = Future()
+        with self._lock:
+            self._asked.append((future, make))
+            self._call_threads()
+        return future
+
+    def resize(self, size: int) -> None:
+        """From now on this many threads work at once; a surplus thread stops after its current job."""
+        with self._lock:
+            self._size = size
+            self._call_threads()
+
+    def close(self) -> None:
+        """Ends the threads after their current jobs."""
+        with self._lock:
+            while self._asked:
+                self._asked.popleft()[0].cancel()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _call_threads(self) -> None:
+        for _ in range(min(self._size - self._working, len(self._asked))):
+            self._working += 1
+            self._pool.submit(self._work)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._asked or self._working > self._size:
+                    self._working -= 1
+                    return
+                future, make = self._asked.popleft()
+            if future.set_running_or_notify_cancel():
+                _fulfil(future, make)
+            del future, make  # a buffer is free once nobody refers to it
+
+
+def _fulfil(future: Future[Result], make: Callable[[], Result]) -> None:
+    try:
+        future.set_result(make())
+    except BaseException as error:  # raised by the caller's `result()`
+        future.set_exception(error)
+        del future  # which the error's traceback would keep alive
 
 
 class ThreadEngine(Generic[Made]):
     """Yields an epoch's batches in order, with `workers x prefetch` of them in flight."""
 
-    def __init__(
-        self,
-        maker: Maker[Made],
-        *,
-        workers: int,
-        prefetch: int,
-        pin_memory: bool,
-        lookahead: int,
-        held: int = 1,
-        say: Say = lambda _line: None,
-    ) -> None:
+    def __init__(self, maker: Maker[Made], options: LoaderOptions, say: Say = lambda _line: None) -> None:
         self._maker = maker
-        self.setup = LoaderSetup(workers, prefetch, lookahead, maker.reader.requests)
-        self._beyond_flight = beyond_flight(held)
+        self.setup = LoaderSetup(options.workers, options.per_worker, options.lookahead, maker.reader.requests)
+        self._beyond_flight = beyond_flight(options.held)
         self._limit: int | None = None
         self._most_so_far = self.most_in_flight
-        self._buffers = BufferPool(pinned=pin_memory, say=say)
+        self._buffers = BufferPool(pinned=options.pin_memory, say=say)
         self._pool: WorkerPool[Made] | None = None
         self._announcer: Announcer | None = None
         self._pending: deque[Future[Made]] = deque()

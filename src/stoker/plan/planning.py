@@ -29,8 +29,8 @@ from stoker.plan.vram import VramSearch
 from stoker.profile.accelerators import measure_cpu
 from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
-from stoker.profile.local_disk import find_local_disk
 from stoker.profile.memory import used_by_others_bytes
+from stoker.profile.mounts import find_local_disk
 from stoker.run.folder import run_folder_for
 from stoker.tasks.base import task_for
 from stoker.tasks.building import trial_run

@@ -23,7 +23,7 @@ from stoker.profile.batch_costs import STAGES
 from stoker.profile.clock_reading import PARTS, StepTimes
 from stoker.profile.observed import StageTime
 from stoker.run.json_lines import Record, finite, number
-from stoker.run.metric import read_checkpoint_name
+from stoker.run.metrics import read_checkpoint_name
 from stoker.tasks.base import metric_of, recorded_task
 
 POINTS = 900

@@ -12,8 +12,7 @@ import xxhash
 from stoker.config import Config
 from stoker.core.files import open_regular, parse_json
 from stoker.run.folder import RunFolder, config_text
-from stoker.run.metric import Metric, read_checkpoint_name
-from stoker.run.metrics import read_metrics
+from stoker.run.metrics import Metric, read_checkpoint_name, read_metrics
 
 LARGEST_HEADER_BYTES = 64 << 20
 AT_ONCE = 1 << 22

@@ -126,21 +126,10 @@ def _write(descriptor: int) -> None:
 
 
 def is_held(lease_file: Path) -> bool:
-    """Whether a process works in the folder now. Asks the kernel who holds the lock without taking it: a run that
-    starts at that moment must not be refused."""
-    try:
-        descriptor = os.open(lease_file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        holder = _read(descriptor)
-        if holder.get("host") == socket.gethostname() and sys.platform == "linux":
-            with suppress(OSError):
-                return _is_locked(descriptor)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    """Whether a process works in the folder now."""
+    holder, locked = _look(lease_file)
+    if locked is not None and holder.get("host") == socket.gethostname():
+        return locked
     # Another host's lock may not reach us, but its heartbeat does.
     renewed = number(holder, "renewed")
     return renewed is not None and abs(time.time() - renewed) < STALE_AFTER_S
@@ -148,20 +137,25 @@ def is_held(lease_file: Path) -> bool:
 
 def is_locked(path: Path) -> bool:
     """Whether a process of this host holds a record lock on the file, whatever is in it."""
+    return bool(_look(path)[1])
+
+
+def _look(path: Path) -> tuple[dict[str, Any], bool | None]:
+    """What a lease says about its holder, and whether a process of this host has locked it; None if the kernel does not
+    say. Asks without taking the lock: a run that starts at that moment must not be refused."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
-        return False
+        return {}, False
     try:
-        return sys.platform == "linux" and _is_locked(descriptor)
+        holder = _read(descriptor)
+        if sys.platform != "linux":
+            return holder, None
+        # We ask about a shared lock: the descriptor is read-only, and the trainer's exclusive lock conflicts with it.
+        question = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
+        return holder, bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
     except OSError:
-        return False
+        return holder, None
     finally:
         os.close(descriptor)
-
-
-def _is_locked(descriptor: int) -> bool:
-    # We ask about a shared lock: the descriptor is read-only, and the trainer's exclusive lock conflicts with it.
-    question = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

@@ -2,6 +2,8 @@
 
 A metric that was not measured is absent. One that is NaN or infinite is null, and an event says which it was.
 Accuracies (`train/acc1`) are percentages, shares (`wait_share`) lie between 0 and 1.
+
+`Metric` is the one by which the best checkpoints are chosen, and which early stopping watches (`best_by`).
 """
 
 from __future__ import annotations
@@ -10,16 +12,75 @@ import errno
 import json
 import math
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from stoker.core.console import Say
 from stoker.core.console import say as say_on_stderr
 from stoker.core.files import atomic_file, open_regular, open_to_append
 from stoker.run.json_lines import Record, finite, parse_line, read_records, whole_lines
+
+SMALLER_IS_BETTER = frozenset({"loss"})
+_NAME = re.compile(r"epoch=(\d+)-val_([a-z]\w*)=(-?\d+\.\d{4})\.ckpt")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One of the figures of a validation; all but the loss are percentages, of which more is better."""
+
+    name: str = "acc1"
+
+    @property
+    def key(self) -> str:
+        """As metrics.jsonl has it."""
+        return f"val/{self.name}"
+
+    @property
+    def more_is_better(self) -> bool:
+        return self.name not in SMALLER_IS_BETTER
+
+    def rank(self, value: float) -> float:
+        """A number that is larger for a better value."""
+        return value if self.more_is_better else -value
+
+    def improves(self, value: float, on: float | None, by: float = 0.0) -> bool:
+        """Whether a value is better than another by more than that; NaN is never better."""
+        if on is None:
+            return not math.isnan(value)
+        return self.rank(value) > self.rank(on) + by
+
+    def text(self, value: float) -> str:
+        """A value in words."""
+        return f"{value:.2f}%" if self.more_is_better else f"{value:.4f}"
+
+
+ACC1 = Metric("acc1")
+
+
+class BestCheckpoint(NamedTuple):
+    """What the name of one of the best checkpoints says."""
+
+    epoch: int
+    metric: Metric
+    value: float
+
+
+def checkpoint_name(epoch: int, metric: Metric, value: float) -> str:
+    """The file name of one of the best checkpoints."""
+    assert math.isfinite(value), f"{metric.key} of epoch {epoch} is {value}"
+    return f"epoch={epoch}-val_{metric.name}={value:.4f}.ckpt"
+
+
+def read_checkpoint_name(name: str) -> BestCheckpoint | None:
+    """What such a name says; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else BestCheckpoint(int(match[1]), Metric(match[2]), float(match[3]))
+
 
 ABOUT = ("kind", "time", "step", "epoch", "event")
 """The keys of a line that are not metrics."""

@@ -20,15 +20,14 @@ from stoker.config.keys import BUILT_IN_TASKS, place_of_task
 from stoker.core.console import Advance, Answer, Say
 from stoker.core.errors import StokerError, UserError
 from stoker.profile.observed import StorageFacts
-from stoker.run.metric import Metric
+from stoker.run.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stoker.loader.loader import BatchLoader
+    from stoker.loader.loader import BatchLoader, LoaderSpeed
     from stoker.loader.loader_memory import LoaderMemory
-    from stoker.loader.loader_speed import LoaderSpeed
     from stoker.profile.host import HostConfig
     from stoker.run.folder import RunFolder
     from stoker.tasks.building import RunContext
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from stoker.tasks.packing import PackVariants
     from stoker.tasks.plan_facts import DataFacts, PlanPart, StepCosts
     from stoker.tasks.staging import Staging
-    from stoker.train.checkpoint.data_changes import Contents, Listings
+    from stoker.train.checkpoint.changes import Contents, Listings
     from stoker.train.checkpoint.folder import FoundCheckpoint
     from stoker.train.compute import Utilisation
     from stoker.train.loop import Run
@@ -213,7 +212,7 @@ class Task(ABC):
 
     def measure_speed(self, config: HostConfig, data: Any, *, workers: int, seconds: float) -> LoaderSpeed:
         """How fast the loader is for a consumer that takes no time."""
-        from stoker.loader.loader_speed import measure_loader
+        from stoker.loader.loader import measure_loader
 
         with_these = config.model_copy(update={"num_workers": workers})
         return measure_loader(lambda: self.open_training_loader(with_these, data), workers, seconds)

@@ -24,10 +24,10 @@ from stoker.tasks.base import metric_of
 from stoker.train.checkpoint.weights import load_weights, open_source
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator, Remark, Scoring, named_scores
+from stoker.train.evaluate import Accumulator, Remark, Scoring
 from stoker.train.launch import StopRequest
 from stoker.train.loop import InputPipeline, Run, RunRecord, RunScores
-from stoker.train.optimization import build_optimizer
+from stoker.train.optimizers import build_optimizer
 from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, Progress, Schedule, scaled_lr
@@ -223,7 +223,7 @@ class ClassScoring:
         self._sums.add(logits, labels, loss)
 
     def result(self) -> dict[str, float]:
-        return named_scores(self._sums.result())
+        return self._sums.result()
 
     def look(self, metrics: Mapping[str, Any]) -> Remark | None:  # noqa: ARG002
         return None

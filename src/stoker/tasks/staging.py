@@ -52,7 +52,7 @@ class Staging:
         self.filler.close()
         self.copy.flush()
         if not self.filler.is_complete and self.copy.stopped is None and not self.filler.failed:
-            there = f"{min(len(self.copy), self.files):,} of {count(self.files, 'file')}"
+            there = f"{min(self.copy.totals()[0], self.files):,} of {count(self.files, 'file')}"
             self.say(f"the local copy in {self.copy.folder} has {there}; the next run fetches the rest")
         self.copy.close()
 

@@ -14,8 +14,7 @@ from stoker.config import Config, config_values
 from stoker.core.console import Say, progress_bar
 from stoker.core.errors import Interrupted, Preempted, StokerError
 from stoker.profile.clock_file import ClockFile
-from stoker.profile.host import HostConfig, HostWatch, Machine, usable_cpus
-from stoker.profile.numa import bind_rank
+from stoker.profile.host import HostConfig, HostWatch, Machine, bind_rank, usable_cpus
 from stoker.run.finished import best_checkpoint, next_lines
 from stoker.run.folder import RunFolder, record_config
 from stoker.run.metrics import MetricsFile, truncate_after
@@ -23,11 +22,11 @@ from stoker.run.trackers import trackers_for
 from stoker.tasks.base import RunData, metric_of, task_for
 from stoker.tasks.building import RunContext
 from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
-from stoker.train.checkpoint.changes import changes_since
-from stoker.train.checkpoint.data_changes import (
+from stoker.train.checkpoint.changes import (
     Contents,
     Difference,
     Listings,
+    changes_since,
     data_changed,
     differences_since,
     fingerprint,
@@ -37,13 +36,12 @@ from stoker.train.checkpoint.data_changes import (
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
-from stoker.train.devices import device_of
 from stoker.train.loader_adjuster import LoaderAdjuster
 from stoker.train.loader_changes import Knob
 from stoker.train.loop import Run, train
 from stoker.train.observer import Observer, RunObserver, run_header
 from stoker.train.progress_line import TrainProgress
-from stoker.train.ranks import Ranks, from_first, process_group
+from stoker.train.ranks import Ranks, device_of, from_first, process_group
 from stoker.train.schedule import lr_warning
 
 Summary = dict[str, Any]

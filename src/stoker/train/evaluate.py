@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,21 +25,6 @@ ASK_EVERY = 8
 """Batches between two points at which the ranks agree whether to leave; they wait for each other there."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Means over all samples on all ranks; None without samples."""
-
-    loss: float | None
-    acc1: float | None
-    """Percent of the samples whose label had the highest score."""
-    acc5: float | None
-    """Percent of the samples whose label was among the five highest scores; with fewer classes, among all."""
-    samples: int
-    """Samples behind `loss`."""
-    judged: int
-    """Samples behind the accuracies: fewer if batches were mixed, which have no single label."""
-
-
 class Accumulator:
     """Adds up batches without waiting for the device; ranks may add different numbers of samples, or none."""
 
@@ -57,19 +41,12 @@ class Accumulator:
 
     def add(self, logits: Tensor, labels: Tensor, loss: Tensor) -> None:
         """Adds a batch: logits (samples, classes), labels (samples,), the mean loss of the batch."""
-        self.add_loss(loss, len(labels))
-        self.add_hits(logits, labels)
-
-    def add_loss(self, loss: Tensor, samples: int) -> None:
-        """Adds the mean loss over that many samples; called without `add_hits` for batches whose labels were mixed."""
+        samples = len(labels)
         if samples:  # the mean over nothing is NaN
             self._loss += loss.detach().to(self._loss.dtype) * samples
-            self._samples += samples
-
-    def add_hits(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds how often the label was among the highest scores."""
         count_hits(self._hits, logits.detach(), labels)
-        self._judged += len(labels)
+        self._samples += samples
+        self._judged += samples
 
     def add_step(self, result: StepResult) -> None:
         """Adds a training step, unless the device skips it: then its numbers count as zero here, and the host calls
@@ -106,16 +83,13 @@ class Accumulator:
         self._hits[1] = int(total["hits5"]) - int(total["hits1"])  # the exact place is no longer known, and not needed
         self._samples, self._judged = int(total["samples"]), int(total["judged"])
 
-    def result(self) -> Scores:
-        """The means. Every rank has to call it."""
+    def result(self) -> dict[str, float]:
+        """Mean loss, and the percentages of samples whose label had the highest score (acc1) or was among the five
+        highest (acc5; with fewer classes, among all). What was not measured is left out: mixed batches have no single
+        label. Every rank has to call it."""
         loss, hits1, hits5, samples, judged = self.total().values()
-        return Scores(
-            loss=loss / samples if samples else None,
-            acc1=100.0 * hits1 / judged if judged else None,
-            acc5=100.0 * hits5 / judged if judged else None,
-            samples=int(samples),
-            judged=int(judged),
-        )
+        found = {"loss": loss / samples} if samples else {}
+        return found | ({"acc1": 100.0 * hits1 / judged, "acc5": 100.0 * hits5 / judged} if judged else {})
 
 
 class Remark(NamedTuple):
@@ -226,9 +200,3 @@ def share_buffers(model: nn.Module, ranks: Ranks) -> None:
     if ranks.world > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
-
-
-def named_scores(scores: Scores) -> dict[str, float]:
-    """The scores by name; what was not measured is left out."""
-    named = {"loss": scores.loss, "acc1": scores.acc1, "acc5": scores.acc5}
-    return {name: value for name, value in named.items() if value is not None}

@@ -27,6 +27,7 @@ from stoker.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PREEMPTED, Interr
 from stoker.core.signals import PREEMPTING, blocked_until_heard, handling, heard
 from stoker.io import outage
 from stoker.io.stores import StoreDown
+from stoker.train.ranks import LAUNCHED
 
 SIGNALS = (*PREEMPTING, signal.SIGINT)
 GRACE_S = 120.0
@@ -39,7 +40,6 @@ LEAVE_S = 2.0
 nothing: the run resumes with that batch."""
 KICK = signal.SIGURG
 """Interrupts a wait of the main thread; ignored by processes without a handler."""
-LAUNCHED = "STOKER_LAUNCHED"
 _PR_SET_PDEATHSIG = 1
 # Loaded here: after a fork beside other threads, the dynamic loader's lock may be held by a thread that is gone.
 _LIBC = ctypes.CDLL(None)

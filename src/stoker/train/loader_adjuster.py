@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stoker.io.prefetch import HeldBack
-from stoker.loader.collate import LoaderSetup
+from stoker.loader.batch import LoaderSetup
 from stoker.loader.loader_memory import STATED
 from stoker.profile.batch_costs import run_queue_s
 from stoker.profile.memory import MemoryState, read_memory

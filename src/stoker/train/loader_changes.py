@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from stoker.core.units import count, number_text, rate_text, size_text
 from stoker.io.prefetch import HeldBack
-from stoker.loader.collate import LoaderSetup
+from stoker.loader.batch import LoaderSetup
 
 Knob = Literal["workers", "prefetch", "lookahead_bytes", "requests"]
 

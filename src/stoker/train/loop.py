@@ -20,13 +20,13 @@ from torch import nn
 from stoker.core.errors import UserError
 from stoker.profile.batch_costs import BatchCost
 from stoker.profile.step_clock import StepClock
-from stoker.run.metric import Metric
+from stoker.run.metrics import Metric
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.ema import WeightAverage
-from stoker.train.evaluate import Accumulator, Scoring, evaluate, named_scores
+from stoker.train.evaluate import Accumulator, Scoring, evaluate
 from stoker.train.launch import LeaveValidation, LeaveWait, StopRequest
 from stoker.train.observer import Observer
-from stoker.train.optimization import set_lr
+from stoker.train.optimizers import set_lr
 from stoker.train.ranks import Agreement, Ranks, agree, any_rank, gather
 from stoker.train.schedule import Progress, Schedule
 from stoker.train.step import Pending, Prepared, StepResult, TrainStep
@@ -143,7 +143,7 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
             if before not in (None, loader):
                 run.step.expect_new_shapes()
             _train_epoch(run, loader, observer, saver, reports, agreement)
-            scores = named_scores(run.scores.train_metrics.result())
+            scores = run.scores.train_metrics.result()
             metrics: dict[str, Any] = {f"train/{name}": value for name, value in scores.items()}
             metrics["train/lr"] = run.schedule.lr_at(max(0, progress.step - 1))
             if run.input.val_loader is not None:

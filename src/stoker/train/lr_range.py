@@ -186,7 +186,7 @@ def _sweep(
 ) -> tuple[list[float | None], float | None]:
     """The losses, and the rate at which they diverged."""
     from stoker.train.loop import pending  # imports torch, which the rest does not need
-    from stoker.train.optimization import set_lr
+    from stoker.train.optimizers import set_lr
 
     losses: list[float | None] = []
     running, best = RunningMean(), math.inf

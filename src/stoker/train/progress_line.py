@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat, TextIO
 from stoker.core.console import bar_line
 from stoker.core.redact import redact_text
 from stoker.core.units import metric_text
-from stoker.run.metric import ACC1
+from stoker.run.metrics import ACC1
 
 SHOW_EVERY_S = 0.1
 LINE_EVERY_S = 10.0

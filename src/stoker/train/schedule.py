@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stoker.core.units import count
-from stoker.run.metric import ACC1, Metric
+from stoker.run.metrics import ACC1, Metric
 
 # torchvision's second recipe for ResNet-50 (its issue 3995): SGD with 0.5 for a total batch of 1024, 80.86 %.
 PUBLISHED_SGD_LR = 0.5

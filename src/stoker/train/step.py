@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stoker.core.console import Say
 from stoker.core.errors import UserError
 from stoker.loader.rng import mix_numbers
-from stoker.train.checkpoint.flat_state import is_dense
+from stoker.train.checkpoint.format import is_dense
 from stoker.train.compute import Precision
 from stoker.train.ranks import Ranks, any_rank
 

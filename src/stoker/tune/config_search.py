@@ -22,8 +22,7 @@ from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machin
 from stoker.profile.memory import read_memory, used_by_others_bytes
 from stoker.tasks.base import task_for
 from stoker.tasks.packing import RECORDS, check_destination, claim_destination
-from stoker.trial.fork_server import Ended, ForkServer
-from stoker.trial.limits import patience_after
+from stoker.trial.fork_server import Ended, ForkServer, patience_after
 from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
 from stoker.tune.journal import Journal, open_journal
 from stoker.tune.records import Fits, Goal, Measured, Outcome, Settings

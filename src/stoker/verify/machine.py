@@ -182,7 +182,7 @@ def judge_threads(environment: Mapping[str, str], cpus: int, ranks: int) -> Find
 def check_wandb(subject: Subject) -> Finding | None:
     from importlib.util import find_spec
 
-    from stoker.run.wandb_tracker import why_offline
+    from stoker.run.trackers import why_offline
 
     config = subject.config
     mode = os.environ.get("WANDB_MODE")

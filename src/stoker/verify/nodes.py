@@ -84,7 +84,7 @@ def meet(subject: Subject, ranks: Ranks) -> tuple[RankFacts, ...] | StokerError:
 
     device = torch.device("cpu")
     if torch.cuda.is_available():  # GPU only
-        from stoker.train.devices import device_index
+        from stoker.train.ranks import device_index
 
         device = torch.device("cuda", device_index(ranks.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)

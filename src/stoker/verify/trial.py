@@ -29,7 +29,7 @@ from stoker.train.checkpoint.folder import Checkpoints
 from stoker.train.checkpoint.restore import load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.loop import Run, pending
-from stoker.train.optimization import set_lr
+from stoker.train.optimizers import set_lr
 from stoker.train.ranks import Ranks
 from stoker.train.step import StepResult
 from stoker.trial.trial_server import ALONE

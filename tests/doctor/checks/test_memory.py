@@ -9,7 +9,7 @@ import pytest
 
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.doctor.screen import doctor_text
-from stoker.profile.growth import Point, growth_rate, thinned
+from stoker.profile.memory import Point, growth_rate, thinned
 from stoker.profile.observed import Held, HostFacts, LoaderShape, MemoryGrowth, Observed
 from tests.doctor.checks.observations import BATCH, starved
 

@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.config import load_config
 from stoker.tasks.device_copies import copy_to
-from stoker.tasks.volumes.augment import intensity
-from stoker.tasks.volumes.augment.intensity import Chances, Changes, blur_arrays, change_voxels, draw_changes, normals
-from stoker.tasks.volumes.augment.pipeline import (
+from stoker.tasks.volumes import intensity
+from stoker.tasks.volumes.augment import (
     VolumeAugment,
     build_volume_augment,
     build_volume_eval,
+    draw_deformation,
     transform_range,
 )
-from stoker.tasks.volumes.augment.resampling import draw_deformation
+from stoker.tasks.volumes.intensity import Chances, Changes, blur_arrays, change_voxels, draw_changes, normals
 from stoker.tasks.volumes.patches.patches import MOST_DISPLACED, Transform, TransformRange
 from tests.support.operators import counted
 from tests.tasks.augment.patches import PATCH, batch_of, drawn, keys_for, part_of, same

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.ndimage import map_coordinates
 
-from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare
+from stoker.tasks.volumes.augment import VolumeEvalPrepare
 from stoker.tasks.volumes.patches.patches import Transform, TransformRange
 from tests.tasks.augment.patches import PATCH, batch_of, drawn, same
 

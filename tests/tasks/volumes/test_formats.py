@@ -21,7 +21,7 @@ from stoker.io.stores import ReadFailure, StoreDown
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import (
     CroppedVolume,
-    DecodedCache,
+    LruCache,
     ReadingOptions,
     Region,
     check_finite,
@@ -330,7 +330,7 @@ def test_the_cache_keeps_to_its_bytes_and_decodes_once_for_all_threads() -> None
         decoded.append(number)
         return np.full(1000, number, np.uint8)
 
-    cache = DecodedCache(3500)
+    cache: LruCache[int, Any] = LruCache(3500, lambda array: array.nbytes)
     threads = [threading.Thread(target=lambda: cache.get(0, lambda: make(0))) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -339,7 +339,7 @@ def test_the_cache_keeps_to_its_bytes_and_decodes_once_for_all_threads() -> None
     assert decoded == [0]
     for number in range(1, 6):
         assert cache.get(number, lambda number=number: make(number))[0] == number  # type: ignore[misc]
-        assert cache.held_bytes <= 3500
+        assert cache.held <= 3500
     cache.get(0, lambda: make(0))
     assert decoded == [0, 1, 2, 3, 4, 5, 0]
 

@@ -22,12 +22,12 @@ from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.cases.cases import Case, open_cases
 from stoker.tasks.volumes.cases.split import SplitRule, divide
 from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_patches, plan_training, plan_validation
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Region, whole
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.patches.patches import GridPatches, TransformRange, training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_patches, plan_training, plan_validation
 from tests.tasks.volumes.writing import FORMATS
 
 PATCH = (10, 12, 14)

@@ -15,6 +15,7 @@ from stoker.loader.loader import LoaderOptions
 from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.cases.cases import Case, open_cases
 from stoker.tasks.volumes.cases.survey import statistics_of, survey
+from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, box_at, whole
 from stoker.tasks.volumes.pack import layout_trial as trial
@@ -27,7 +28,6 @@ from stoker.tasks.volumes.pack.sizes import look
 from stoker.tasks.volumes.pack.write_volume import LAYOUTS, checksum, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
 from stoker.tasks.volumes.patches.patches import TransformRange, training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
 from tests.support.s3_server import S3Server
 from tests.tasks.volumes.test_loader import digest
 

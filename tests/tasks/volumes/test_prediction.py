@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure
-from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare
+from stoker.tasks.volumes.augment import VolumeEvalPrepare
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.cases.survey import CaseFacts, Survey, statistics_of
+from stoker.tasks.volumes.data import PatchRule, plan_validation
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape
 from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
-from stoker.tasks.volumes.patches.plans import PatchRule, plan_validation
 from stoker.tasks.volumes.predict.segmenter import (
     CarriedInMemory,
     Segmenter,
@@ -223,7 +223,7 @@ def test_the_network_sees_what_it_sees_in_validation(normalize: str, shape: Shap
     survey = Survey((case,), {"a": CaseFacts(shape, "uint16", None)}, ())
     plan = plan_validation([case], survey, None, PatchRule((12, 12, 12), small="pad", overlap=0.5), 27)
     volumes = OpenVolumes()
-    volumes._open[case.images[0]] = image
+    volumes._open.get(case.images[0], lambda: image)
     maker = PatchMaker(plan, PatchReader(volumes, plan.layout.row_bytes))
     means, stds = statistics_of([case], volumes, normalize)
     prepare = VolumeEvalPrepare(normalize, means, stds)

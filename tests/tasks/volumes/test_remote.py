@@ -23,6 +23,7 @@ from stoker.loader.loader import LoaderOptions
 from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.cases.cases import CaseList, open_cases
 from stoker.tasks.volumes.cases.survey import survey
+from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats import byte_source as sources
 from stoker.tasks.volumes.formats import zarr_volume
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
@@ -32,7 +33,6 @@ from stoker.tasks.volumes.patches.label_index import build_label_index
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.tasks.volumes.patches.patches import TransformRange, training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training
 from tests.io.test_cache import kept_files
 from tests.support.proxy import Proxy, hold_until_in_flight
 from tests.support.s3_server import BUCKET, S3Server

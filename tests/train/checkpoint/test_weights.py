@@ -20,8 +20,7 @@ from torch import nn
 
 from stoker.core.errors import UserError
 from stoker.tasks.images.models import build_model
-from stoker.train.checkpoint.weights import load_weights
-from stoker.train.checkpoint.weights_file import open_weights
+from stoker.train.checkpoint.weights import load_weights, open_weights
 
 Tensors = dict[str, torch.Tensor]
 

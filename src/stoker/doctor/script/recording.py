@@ -20,7 +20,7 @@ from stoker.doctor.script import timeline
 from stoker.doctor.script.loop_facts import habits_of, memory_of, preparation_of, shown_path, threads_of
 from stoker.doctor.script.process_watch import SeenProcess, seen_from
 from stoker.doctor.script.timeline import About, FetchFile, StepFile
-from stoker.io.storage_speed import mount_of
+from stoker.profile.mounts import mount_of
 from stoker.profile.observed import AcceleratorFacts, HostFacts, LoaderShape, Observed, StorageFacts
 from stoker.run.json_lines import parse_line, whole_lines
 

@@ -22,11 +22,10 @@ from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.io.storage_speed import measure_local_disk, measure_storage, storage_at
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
-from stoker.loader.loader import Follow
-from stoker.loader.loader_speed import LoaderSpeed, measure_loader
+from stoker.loader.loader import Follow, LoaderSpeed, measure_loader
 from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.host import HostConfig
-from stoker.profile.local_disk import find_local_disk
+from stoker.profile.mounts import find_local_disk
 from stoker.profile.observed import StorageFacts
 from stoker.run.folder import RunFolder
 from stoker.tasks.base import metric_of
@@ -43,7 +42,7 @@ from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples, repeated
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import Subset, choose_subset, split_samples, subset_record
-from stoker.train.checkpoint.data_changes import Contents, Listing, Listings, looked_at
+from stoker.train.checkpoint.changes import Contents, Listing, Listings, looked_at
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from stoker.core.console import Say
 from stoker.io.prefetch import Reader, open_reader
 from stoker.io.stores import ReadFailure
-from stoker.loader.batch import BadSample, LoadedBatch, Quarantine
-from stoker.loader.collate import Allocate, none_readable, replacements
+from stoker.loader.batch import Allocate, BadSample, LoadedBatch, Quarantine, none_readable, replacements
 from stoker.loader.loader import BatchLoader, Follow, LoaderOptions
 from stoker.loader.rng import sample_keys
 from stoker.loader.sampler import EpochSampler, Steps

@@ -18,9 +18,9 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, FileVersion
 from stoker.io.filling import WantedFile
+from stoker.io.local_copy import keep_subset
 from stoker.io.prefetch import FIRST_ESTIMATE_BYTES
 from stoker.io.stores import ReadFailure, SourceStore, is_url, open_store
-from stoker.io.subset_file import keep_subset
 from stoker.loader.fill_order import Indices, pieces
 from stoker.loader.loader import DEFAULT_PREFETCH
 from stoker.profile.host import HostConfig

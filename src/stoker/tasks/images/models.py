@@ -29,8 +29,7 @@ from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.light_timm import timm
 from stoker.train.checkpoint.format import is_ours
 from stoker.train.checkpoint.restore import open_state
-from stoker.train.checkpoint.weights import choose_network, classifier_names, load_weights
-from stoker.train.checkpoint.weights_file import WeightsFile, open_weights
+from stoker.train.checkpoint.weights import WeightsFile, choose_network, classifier_names, load_weights, open_weights
 
 _UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
 _KEY_OF_ARGUMENT = {"drop_path_rate": "drop_path", "drop_rate": "dropout"}

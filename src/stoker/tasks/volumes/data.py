@@ -1,4 +1,14 @@
-"""The volumes of a segmentation: from a config to cases, their split, the plans of both parts, and a loader."""
+"""The volumes of a segmentation: from a config to cases, their split, the plans of both parts, and a loader.
+
+Without a config:
+
+listed = open_cases(root)
+volumes = OpenVolumes(reading)
+surveyed = survey(listed.cases, volumes)
+parts = divide(surveyed.cases, surveyed.shapes, SplitRule(fold=0))
+train = plan_training(parts.train, surveyed, volumes, rules, PatchRule((72, 136, 136)), steps, seed=0)
+loader = PatchLoader(train, reading, LoaderOptions(workers=2))
+"""
 
 from __future__ import annotations
 
@@ -7,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -18,24 +29,40 @@ from stoker.core.units import count, size_text
 from stoker.io.cache import cache_place
 from stoker.io.storage_speed import storage_at
 from stoker.io.stores import is_url
-from stoker.loader.loader import Follow, choose_engine
-from stoker.loader.loader_speed import LoaderSpeed, measure_loader
+from stoker.loader.batch import Quarantine
+from stoker.loader.loader import BatchLoader, Follow, LoaderOptions, LoaderSpeed, choose_engine, measure_loader
+from stoker.loader.sampler import Steps
 from stoker.profile.host import HostConfig
 from stoker.profile.observed import StorageFacts
 from stoker.tasks.building import limited, loader_options, no_data
 from stoker.tasks.checks import EpochLength
-from stoker.tasks.volumes.augment.pipeline import transform_range
+from stoker.tasks.volumes.augment import transform_range
 from stoker.tasks.volumes.cases.cases import Case, CaseList, open_cases
 from stoker.tasks.volumes.cases.split import SplitRule, divide
-from stoker.tasks.volumes.cases.survey import Normalization, Statistics, Survey, statistics_of, survey
+from stoker.tasks.volumes.cases.survey import (
+    Normalization,
+    Statistics,
+    Survey,
+    statistics_of,
+    survey,
+)
 from stoker.tasks.volumes.formats.opening import OpenVolumes, suffix_of
-from stoker.tasks.volumes.formats.volume import ReadingOptions
+from stoker.tasks.volumes.formats.volume import ReadingOptions, Shape
 from stoker.tasks.volumes.patches.label_index import build_label_index
 from stoker.tasks.volumes.patches.labels import LabelRules
-from stoker.tasks.volumes.patches.patch_collate import PatchPlan
-from stoker.tasks.volumes.patches.patches import GridPatches, RandomPatches, training_steps
-from stoker.tasks.volumes.patches.plans import PatchLoader, PatchRule, plan_training, plan_validation
-from stoker.train.checkpoint.data_changes import Listing, Listings, listing_of
+from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchMaker, PatchPlan, PatchReader, RowLayout
+from stoker.tasks.volumes.patches.patches import (
+    UNCHANGED,
+    GridPatches,
+    Patches,
+    RandomPatches,
+    Small,
+    TransformRange,
+    check_labelled,
+    check_patch_fits,
+    training_steps,
+)
+from stoker.train.checkpoint.changes import Listing, Listings, listing_of
 from stoker.train.ranks import Ranks
 
 DEFAULT_STEPS_PER_EPOCH = 250
@@ -94,12 +121,8 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     """Training and validation volumes: listed, opened, divided, their labels indexed; `fold: all` has no validation."""
     listed = list_cases(config, say)
     rules = label_rules(config, listed)
-    reading = reading_options(
-        config, listed.cases,
-        ranks=config.devices if isinstance(config.devices, int) else 1,
-        workers=config.num_workers if isinstance(config.num_workers, int) else 1,
-        say=say,
-    )  # fmt: skip
+    devices, workers = (one if isinstance(one, int) else 1 for one in (config.devices, config.num_workers))
+    reading = reading_options(config, listed.cases, ranks=devices, workers=workers, say=say)
     volumes = OpenVolumes(reading)
     surveyed = survey_cases(config, listed, volumes, say, progress)
     parts = divide(surveyed.cases, surveyed.shapes, split_rule(config))
@@ -109,18 +132,10 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     )  # fmt: skip
     val = None
     if parts.val and config.limit_val_batches != 0:
-        without = [case.id for case in parts.val if case.label is None]
-        if without:
-            raise UserError(
-                "labels-missing",
-                f"{count(len(without), 'case')} to validate on without a label: {some(without)}",
-                why="there is nothing to compare a prediction with",
-                hint="add the labels, or leave these cases out",
-            )
-        check_labels(parts.val, volumes, rules, say, progress)
+        _refuse_unlabelled(parts.val, "validate", "there is nothing to compare a prediction with")
+        _check_labels(parts.val, volumes, rules, say, progress)
         val = plan_validation(parts.val, surveyed, rules, replace(patch_rule(config), overlap=0.0), 1)
-    processes = config.num_nodes * (config.devices if isinstance(config.devices, int) else 1)
-    samples = updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * processes
+    samples = updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * config.num_nodes * devices
     data = VolumeData(train, val, rules, reading, config.normalize, samples)
     for plan in (train, val):
         if plan is not None:
@@ -163,6 +178,90 @@ def _caches(cases: Sequence[Case]) -> int:
     return len({"pages" if suffix.startswith((".tif", ".nii")) else "chunks" for suffix in suffixes - {".npy", ".nii"}})
 
 
+@dataclass(frozen=True)
+class PatchRule:
+    """The shape and sampling of patches."""
+
+    patch: Shape
+    small: Small = "refuse"
+    """A volume smaller than the patch is padded with zeros that are never trained on, or refused."""
+    foreground: float = 1 / 3
+    """Share of training patches that are drawn for a voxel of a class other than 0."""
+    transforms: TransformRange = UNCHANGED
+    overlap: float = 0.0
+    """Share of a validation patch that overlaps the next one."""
+
+
+def plan_training(
+    cases: Sequence[Case],
+    surveyed: Survey,
+    volumes: OpenVolumes,
+    rules: LabelRules,
+    rule: PatchRule,
+    steps: Steps,
+    *,
+    seed: int,
+    progress: Advance | None = None,
+    say: Say = lambda _line: None,
+) -> PatchPlan:
+    """Random patches of these cases; `progress` counts the cases whose labels have been indexed.
+
+    Cases without a labelled voxel, or whose labels cannot be read, are left out, and reported to `say`."""
+    _refuse_unlabelled(cases, "train", "there is nothing to learn from an image alone")
+    labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
+    used = check_labelled(labels, [case.id for case in cases])
+    unread = {one.id for one in labels.bad}
+    for one in labels.bad:
+        say(f"warning: {one.id} is left out, its labels cannot be read: {one.reason}")
+    left_out = [case.id for number, case in enumerate(cases) if number not in set(used) and case.id not in unread]
+    if left_out:
+        say(f"{count(len(left_out), 'volume')} without a labelled voxel left out: {some(left_out)}")
+    chosen = tuple(cases[number] for number in used)
+    shapes = _shapes(chosen, surveyed, rule)
+    patches = RandomPatches(rule.patch, shapes, labels.chosen(used), seed, rule.foreground, rule.transforms)
+    return plan_patches(chosen, patches, steps, surveyed.image_dtype(chosen), rules)
+
+
+def plan_validation(
+    cases: Sequence[Case],
+    surveyed: Survey,
+    rules: LabelRules | None,
+    rule: PatchRule,
+    batch_size: int,
+    *,
+    world: int = 1,
+    rank: int = 0,
+) -> PatchPlan:
+    """A grid of patches over these cases; without rules, for prediction, no labels are read."""
+    patches = GridPatches(rule.patch, _shapes(cases, surveyed, rule), rule.overlap)
+    steps = Steps(len(patches), batch_size, world, rank, drop_last=False)
+    return plan_patches(cases, patches, steps, surveyed.image_dtype(cases), rules)
+
+
+def plan_patches(
+    cases: Sequence[Case], patches: Patches, steps: Steps, image_dtype: np.dtype[Any], rules: LabelRules | None
+) -> PatchPlan:
+    """The plan of a split whose images have the same channels and type of voxels."""
+    by_channels = {len(case.images): case.id for case in cases}
+    if len(by_channels) != 1:
+        (few, one), (many, other) = sorted(by_channels.items())[:2]
+        raise UserError(
+            "channels-differ",
+            f"case {one} has {count(few, 'channel')}, case {other} has {many}",
+            why="a network has a fixed number of input channels",
+            hint="list the same channels for every case",
+        )
+    label = None if rules is None else rules.dtype.name
+    layout = RowLayout(next(iter(by_channels)), image_dtype.name, label, patches.most_voxels)
+    return PatchPlan(tuple(cases), patches, steps, layout, rules)
+
+
+def _shapes(cases: Sequence[Case], surveyed: Survey, rule: PatchRule) -> tuple[Shape, ...]:
+    shapes = tuple(surveyed.facts[case.id].shape if case.box is None else case.box.shape for case in cases)
+    check_patch_fits(rule.patch, shapes, [case.id for case in cases], rule.small)
+    return shapes
+
+
 def listings(data: VolumeData) -> Listings:
     """Which cases the data has, in order."""
     parts = {"train": data.train, "val": data.val}
@@ -179,8 +278,18 @@ def _listing(plan: PatchPlan) -> Listing:
     return listing_of([case.id for case in plan.cases], marks)
 
 
-def check_labels(
-    cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None = None
+def _refuse_unlabelled(cases: Sequence[Case], verb: str, why: str) -> None:
+    if without := [case.id for case in cases if case.label is None]:
+        raise UserError(
+            "labels-missing",
+            f"{count(len(without), 'case')} to {verb} on without a label: {some(without)}",
+            why=why,
+            hint="add the labels, or leave these cases out",
+        )
+
+
+def _check_labels(
+    cases: Sequence[Case], volumes: OpenVolumes, rules: LabelRules, say: Say, progress: Advance | None
 ) -> None:
     """Reads the labels of validation cases once, like those of training: wrong ones are refused now, not after an
     epoch."""
@@ -206,16 +315,18 @@ def list_cases(config: Config, say: Say) -> CaseList:
 def label_rules(config: Config, listed: CaseList) -> LabelRules:
     """The classes and the ignore label: the config's where it names them, else those of the data's layout."""
     known = listed.rules
-    if config.num_classes is None and known is None:
+    if config.num_classes is not None:
+        classes = config.num_classes
+    elif known is not None:
+        classes = known.classes
+    else:
         raise ConfigError(
             "num_classes is not set, and the list of volumes does not name the classes",
             name="classes-unknown",
             why="which values are classes, and which is 'unlabelled', cannot be read off the voxels",
             hint="num_classes=2, and ignore_label=2 if that value means unlabelled",
         )
-    classes = config.num_classes if config.num_classes is not None else known.classes if known is not None else 0
-    ignore = config.ignore_label if config.ignore_label is not None else known.ignore if known is not None else None
-    return LabelRules(classes, ignore)
+    return LabelRules(classes, known.ignore if known and config.ignore_label is None else config.ignore_label)
 
 
 def survey_cases(
@@ -281,6 +392,30 @@ def validation_plan(config: Config, data: VolumeData, ranks: Ranks = ALONE) -> P
     steps = replace(data.val.steps, samples=used, batch_size=batch, world=ranks.world, rank=ranks.rank)
     assert isinstance(data.val.patches, GridPatches), "validation patches are a grid"
     return replace(data.val, patches=replace(data.val.patches, used=None if used == total else used), steps=steps)
+
+
+class PatchLoader(BatchLoader[PatchBatch]):
+    """The loader of a split of volumes."""
+
+    def __init__(
+        self,
+        plan: PatchPlan,
+        reading: ReadingOptions,
+        options: LoaderOptions,
+        say: Say = lambda _line: None,
+        follow: Follow | None = None,
+    ) -> None:
+        self.plan = plan
+        options = replace(options, engine=choose_engine(options.engine, options.workers, volumes=True))
+        # One bad volume may always be set aside: among fifty, it would already exceed the usual hundredth.
+        allowed = max(options.max_bad_fraction, 1 / len(plan.cases))
+        quarantine = Quarantine(options.quarantine_file, allowed, len(plan.cases))
+        opens = partial(_open_maker, plan, reading, options.lookahead // options.readers)
+        super().__init__(plan, opens, quarantine, options, say, follow)
+
+
+def _open_maker(plan: PatchPlan, reading: ReadingOptions, lookahead: int) -> PatchMaker:
+    return PatchMaker(plan, PatchReader(OpenVolumes(reading), plan.layout.row_bytes, lookahead))
 
 
 def open_loader(

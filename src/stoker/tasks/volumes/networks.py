@@ -248,17 +248,9 @@ def _supervised_levels(levels: int) -> int:
     return max(levels - 2, min(2, levels - 1))
 
 
-def _residual_unet(wanted: Wanted) -> nn.Module:
-    levels = _supervised_levels(5 + 1) if wanted.deep_supervision else 1
-    return unets.residual_unet(wanted.channels, wanted.classes, supervised=levels, dropout=wanted.dropout)
-
-
-def _small_unet(wanted: Wanted) -> nn.Module:
-    levels = 2 if wanted.deep_supervision else 1
-    return unets.residual_unet(
-        wanted.channels, wanted.classes, base=8, multipliers=(1, 2, 4), blocks=1, bottleneck=1, supervised=levels,
-        dropout=wanted.dropout,
-    )  # fmt: skip
+def _residual_unet(wanted: Wanted, halvings: int = 4, **sizes: Any) -> nn.Module:
+    levels = _supervised_levels(halvings + 2) if wanted.deep_supervision else 1
+    return unets.residual_unet(wanted.channels, wanted.classes, supervised=levels, dropout=wanted.dropout, **sizes)
 
 
 def _resenc(wanted: Wanted) -> nn.Module:
@@ -326,7 +318,7 @@ def _segresnet_ds(wanted: Wanted) -> nn.Module:
 
 
 class _NumbersOfSwin(TorchFunctionMode):
-    """Lets MONAI read the rates of stochastic depth from torch where tensors have no values to read."""
+    """Lets MONAI read the rates of stochastic depth where tensors have no values."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return np.linspace(*args) if function is torch.linspace else function(*args, **(kwargs or {}))
@@ -360,7 +352,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _segresnet_ds, _halved(4), dropout=False,
         blocks=_monai_blocks(("networks.nets.segresnet_ds", "SegResBlock")),
     ),
-    "small_unet": Architecture(_small_unet, _halved(2)),
+    "small_unet": Architecture(
+        partial(_residual_unet, halvings=2, base=8, multipliers=(1, 2, 4), blocks=1, bottleneck=1), _halved(2)
+    ),
     "swinunetr": Architecture(
         _swinunetr, _halved(5), supervised=False,
         blocks=_monai_blocks(("networks.nets.swin_unetr", "SwinTransformerBlock"), (_DYNUNET, "UnetResBlock")),

@@ -15,9 +15,8 @@ from stoker.core.units import count
 from stoker.loader.rng import sample_keys
 from stoker.tasks import building
 from stoker.tasks.plan_facts import DataFacts
-from stoker.tasks.volumes.augment.pipeline import memory_format_of, transform_range
+from stoker.tasks.volumes.augment import memory_format_of, transform_range
 from stoker.tasks.volumes.cases.cases import Case
-from stoker.tasks.volumes.cases.survey import image_dtype
 from stoker.tasks.volumes.data import label_rules, list_cases, reading_options, survey_cases
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import Shape
@@ -62,7 +61,7 @@ def volume_facts(config: Config, _samples: int | None = None, progress: Advance 
     except StokerError as error:
         return _assumed(config, error.seen.splitlines()[0])
     channels = len(surveyed.cases[0].images)
-    dtype = image_dtype([surveyed.facts[case.id] for case in surveyed.cases])
+    dtype = surveyed.image_dtype(surveyed.cases)
     voxels = {name: shape[0] * shape[1] * shape[2] for name, shape in surveyed.shapes.items()}
     decoded = sum(voxels[case.id] for case in surveyed.cases if not _is_mapped(case))
     return VolumeFacts(

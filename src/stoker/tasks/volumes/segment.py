@@ -31,13 +31,12 @@ from stoker.tasks.building import (
 )
 from stoker.tasks.device_copies import Copy
 from stoker.tasks.staging import Staging
-from stoker.tasks.volumes.augment.pipeline import VolumeEvalPrepare, build_volume_augment, build_volume_eval
-from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan, validation_plan
+from stoker.tasks.volumes.augment import VolumeEvalPrepare, build_volume_augment, build_volume_eval
+from stoker.tasks.volumes.data import PatchLoader, VolumeData, open_loader, training_plan, validation_plan
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.tasks.volumes.networks import build_volume_model
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
-from stoker.tasks.volumes.patches.plans import PatchLoader
 from stoker.tasks.volumes.scores.counts import VolumeCounts
 from stoker.tasks.volumes.volume_staging import stage_volumes
 from stoker.train.checkpoint.restore import open_state

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from stoker.config import Config
 from stoker.tasks.base import Task, at
@@ -30,7 +33,19 @@ class Segment3d(Task):
         "predict": frozenset({"out", "more", "format_", "probabilities", "submission", "force"}),
     }
 
-    recognises = at(f"{_HERE}.cases.recognising:has_volumes")
+    def recognises(self, source: str) -> bool:
+        """Whether a folder has a layout of volumes, or a YAML file lists them; any other YAML file is a config."""
+        place = Path(source).expanduser()
+        if place.suffix.lower() in (".yaml", ".yml") and place.is_file():
+            try:
+                document = yaml.safe_load(place.read_text("utf-8-sig"))
+            except (OSError, UnicodeDecodeError, yaml.YAMLError):
+                return False
+            return isinstance(document, list) or (isinstance(document, dict) and "cases" in document)
+        if any((place / name).is_file() for name in ("volumes.json", "dataset.json")):
+            return True
+        return (place / "train.csv").is_file() and (place / "train_images").is_dir()
+
     open_data = at(f"{_HERE}.data:open_data")
     listings = at(f"{_HERE}.data:listings")
     open_staging = at(f"{_HERE}.segment:open_staging")

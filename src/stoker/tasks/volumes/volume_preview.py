@@ -35,14 +35,14 @@ from stoker.tasks.contact_sheet import (
     range_of,
     range_text,
 )
-from stoker.tasks.volumes.augment.intensity import draw_changes
-from stoker.tasks.volumes.augment.pipeline import (
+from stoker.tasks.volumes.augment import (
     VolumeAugment,
     VolumeEvalPrepare,
     build_volume_augment,
     build_volume_eval,
 )
 from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan
+from stoker.tasks.volumes.intensity import draw_changes
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.pictures import AXES, as_grey, plain, with_classes
 from stoker.train.ranks import Ranks

@@ -14,9 +14,16 @@ from stoker.core.console import Say
 from stoker.core.errors import UsageError, UserError
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.format import peek
-from stoker.train.checkpoint.restore import differences
-from stoker.train.checkpoint.weights import WeightsReport, Which, load_weights, open_source
-from stoker.train.checkpoint.weights_file import WeightsFile, file_hash, listed
+from stoker.train.checkpoint.restore import weight_differences
+from stoker.train.checkpoint.weights import (
+    WeightsFile,
+    WeightsReport,
+    Which,
+    file_hash,
+    listed,
+    load_weights,
+    open_source,
+)
 from stoker.train.ranks import from_first
 
 if TYPE_CHECKING:
@@ -196,7 +203,7 @@ def _other_optimizer(run: Run, file: WeightsFile, state: dict[str, Any] | None) 
         return ["the checkpoint holds none"]
     saved, ours = state["config"].get("optimizer"), run.record.config.get("optimizer")
     lines = [] if saved == ours else [f"optimizer: {saved} in the checkpoint, {ours} in this run"]
-    lines += differences({"model": state["model"]}, {"model": run.model.state_dict()})
+    lines += weight_differences(state["model"], run.model.state_dict())
     counts = [
         [len(group["params"]) for group in groups]
         for groups in (state["optimizer"]["param_groups"], run.step.optimizer.state_dict()["param_groups"])

@@ -20,9 +20,15 @@ from typing import Any, NamedTuple
 from stoker.core.console import Say
 from stoker.core.errors import UserError
 from stoker.core.files import sync_folder
-from stoker.run.metric import ACC1, Metric, checkpoint_name, read_checkpoint_name
-from stoker.train.checkpoint.flat_state import FlatState
-from stoker.train.checkpoint.format import CheckpointCorrupt, Stop, no_stop, read_checkpoint, write_checkpoint
+from stoker.run.metrics import ACC1, Metric, checkpoint_name, read_checkpoint_name
+from stoker.train.checkpoint.format import (
+    CheckpointCorrupt,
+    FlatState,
+    Stop,
+    no_stop,
+    read_checkpoint,
+    write_checkpoint,
+)
 
 EXAMPLE = "runs/NAME/checkpoints/last.ckpt, as `stoker train` writes it, or the run folder itself"
 LEFTOVERS = ".*.ckpt.*.tmp"

@@ -33,14 +33,13 @@ from stoker.train.checkpoint.changes import (
 )
 from stoker.train.checkpoint.folder import EXAMPLE, Checkpoints, FoundCheckpoint, checkpoint_in
 from stoker.train.checkpoint.format import CheckpointCorrupt, is_ours, peek, read_checkpoint
-from stoker.train.optimization import load_state
+from stoker.train.optimizers import load_state
 from stoker.train.schedule import Progress
 
 if TYPE_CHECKING:
     from stoker.train.loop import Run
 
 MOST_SHOWN = 8
-LONGEST_VALUE = 60
 
 # How much data a training run reads says nothing about how the model is used afterwards.
 _OF_TRAINING = {"limit_train_batches", "limit_val_batches", "fast_dev_run"}
@@ -177,16 +176,15 @@ def _say_changes(
     return tuple(events)
 
 
-def differences(saved: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> list[str]:
-    """What differs, one line each, in the order of the checkpoint; tensors are compared by shape and type."""
-    ours, theirs = _leaves(wanted), _leaves(saved)
+def weight_differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """What differs between two tables of weights in names, shapes and types, one line each."""
     lines = []
-    for key, value in theirs.items():
-        if key not in ours:
-            lines.append(f"{key}: only in the checkpoint")
-        elif not _same(value, ours[key]):
-            lines.append(_differs(key, _shown(value), _shown(ours[key])))
-    return lines + [f"{key}: only in this run" for key in ours if key not in theirs]
+    for name, value in saved.items():
+        if name not in ours:
+            lines.append(f"model.{name}: only in the checkpoint")
+        elif (theirs := _shown(value)) != (wanted := _shown(ours[name])):
+            lines.append(_differs(f"model.{name}", theirs, wanted))
+    return lines + [f"model.{name}: only in this run" for name in ours if name not in saved]
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ class TrainedState:
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """The model with these weights, ready to be used; raises UserError if they are another network's."""
-        differ = differences({"model": self.state["model"]}, {"model": model.state_dict()})
+        differ = weight_differences(self.state["model"], model.state_dict())
         if differ:
             raise UserError(
                 "weights-do-not-fit",
@@ -257,7 +255,7 @@ def _refuse_other(run: Run, state: dict[str, Any], path: Path, changes: Sequence
     differ = [str(change) for change in changes]
     if (line := _other_classes(state.get("classes"), run.record.classes)) is not None:
         differ.insert(0, line)
-    differ += differences({"model": state["model"]}, {"model": run.model.state_dict()})
+    differ += weight_differences(state["model"], run.model.state_dict())
     if differ:
         raise CheckpointOther(path, differ)
 
@@ -281,31 +279,11 @@ def _listed(lines: list[str]) -> str:
     return "\n".join(f"  - {line}" for line in [*lines[:MOST_SHOWN], *more])
 
 
-def _leaves(tree: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= _leaves(value, f"{path}{key}.")
-        else:
-            found[f"{path}{key}"] = value
-    return found
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return _shown(a) == _shown(b)
-    # A tuple in a config is a list in a file; nan equals itself here.
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a == b) or repr(a) == repr(b)
-
-
 def _shown(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        shape = "×".join(map(str, value.shape)) or "a single value"
-        return f"{shape} {str(value.dtype).removeprefix('torch.')}"
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    shape = "×".join(map(str, value.shape)) or "a single value"
+    return f"{shape} {str(value.dtype).removeprefix('torch.')}"
 
 
 def _read(path: Path) -> dict[str, Any]:

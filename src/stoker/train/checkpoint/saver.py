@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from stoker.core.console import Say
-from stoker.train.checkpoint.flat_state import FlatState, contiguous_strides, flatten, is_dense
 from stoker.train.checkpoint.folder import Checkpoints, Outcome, SaveFailed, State
+from stoker.train.checkpoint.format import FlatState, contiguous_strides, flatten, is_dense
 from stoker.train.observer import Observer
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stoker.io.storage_speed import Mount
 from stoker.io.stores import Buffer, LocalStore
+from stoker.profile.mounts import Mount
 from stoker.tasks.images.layouts.imagenet import synsets
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.images.verify import data_checks

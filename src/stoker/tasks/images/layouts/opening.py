@@ -311,9 +311,9 @@ def _still_holds(place: str, kept: KeptIndex) -> bool:
 def _list(place: str, kept: KeptIndex | None, progress: Advance | None) -> tuple[list[ClassListing], list[str]]:
     """All classes, listing only those that changed, and a note about the changes."""
     if is_url(place):
-        from stoker.io.object_store import open_object_store
+        from stoker.io.object_store import ObjectStore
 
-        return list_objects(open_object_store(place).list(), progress), []
+        return list_objects(ObjectStore(place).list(), progress), []
     if kept is None:
         return list_classes(place, class_names(place), progress), []
     now, changed = changed_classes(place, kept)

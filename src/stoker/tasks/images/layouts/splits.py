@@ -51,9 +51,9 @@ class FoundSplit:
 def list_entries(place: str) -> Entries | None:
     """What a place contains; None if it does not exist."""
     if is_url(place):
-        from stoker.io.object_store import open_object_store
+        from stoker.io.object_store import ObjectStore
 
-        folders, objects = open_object_store(place).entries()
+        folders, objects = ObjectStore(place).entries()
         if not folders and not objects:
             return None  # an object store has no empty folders
         return Entries(tuple(folders), tuple(objects), objects)

@@ -22,8 +22,9 @@ from stoker.core.console import shown, some
 from stoker.core.errors import UserError
 from stoker.core.finding import Finding
 from stoker.core.units import count
-from stoker.io.storage_speed import LOCAL_READERS, mount_of
+from stoker.io.storage_speed import LOCAL_READERS
 from stoker.io.stores import ReadFailure, Store, is_url, open_store
+from stoker.profile.mounts import mount_of
 from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts import imagenet

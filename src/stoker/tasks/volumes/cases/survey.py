@@ -1,39 +1,39 @@
 """Looks at every case before training: shape and type of its voxels, whether image and label fit together, and the mean
 and standard deviation of its voxels.
 
-Opening hundreds of stacks, each with hundreds of pages, takes time, so the results are kept until a file changes.
+Opening hundreds of stacks with hundreds of pages each takes time, so the results are kept until a file changes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.core.console import Advance
 from stoker.core.errors import UserError
-from stoker.core.files import cache_folder, has_whole_seal, remember_all, sealed, write_text
+from stoker.core.files import remember_all
 from stoker.core.units import count
 from stoker.io.stores import ReadFailure, is_url
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.packed import packed_identity
-from stoker.tasks.volumes.formats.volume import Shape, Volume, box_at, failure_of, identity_of
+from stoker.tasks.volumes.formats.volume import Shape, Volume, as_shape, box_at, failure_of, identity_of
 from stoker.tasks.volumes.patches.labels import check_pair
 
-SURVEY_FORMAT, STATISTICS_FORMAT = 2, 1
-STATISTICS_FILE = "volumes/statistics.json"
+SURVEY_FORMAT, STATISTICS_FORMAT = 3, 1
+SURVEY_FILE, STATISTICS_FILE = "volumes/survey.json", "volumes/statistics.json"
 Normalization = Literal["volume", "patch", "range"]
 Statistics = NDArray[np.float32]
+Found = TypeVar("Found")
 # Requests in flight to a network file system or an object store; most of opening a volume is waiting there.
 THREADS = 16
 # 64 blocks of 32³ are two million voxels: a 320³ volume's mean is then known to a hundredth of its deviation, and a
@@ -72,6 +72,11 @@ class Survey:
     def shapes(self) -> dict[str, Shape]:
         return {name: facts.shape for name, facts in self.facts.items()}
 
+    def image_dtype(self, cases: Sequence[Case]) -> np.dtype[Any]:
+        """The type that holds the voxels of these cases; their own, if they agree."""
+        dtype = np.result_type(*(np.dtype(self.facts[case.id].dtype) for case in cases))
+        return np.dtype(np.float32) if dtype == np.float64 else dtype
+
 
 def survey(
     cases: Sequence[Case], volumes: OpenVolumes, *, max_bad_fraction: float = 0.01, progress: Advance | None = None
@@ -80,26 +85,30 @@ def survey(
     not fit their image raise BadLabels."""
     with ThreadPoolExecutor(THREADS) as pool:
         identities = list(pool.map(lambda case: case_identity(case, volumes), cases))
-    key = hashlib.blake2b(json.dumps([SURVEY_FORMAT, identities]).encode(), digest_size=16).hexdigest()
-    file = cache_folder() / "volumes" / f"survey-{key}.json"
-    known = _read(file, cases)
-    facts: dict[str, CaseFacts] = {}
-    bad: list[BadCase] = []
-    if known is not None:
-        facts = known
-    else:
-        with ThreadPoolExecutor(THREADS) as pool:
-            for done, (case, found) in enumerate(zip(cases, pool.map(lambda c: _look(c, volumes), cases), strict=True)):
-                if isinstance(found, ReadFailure):
-                    bad.append(BadCase(case.id, str(found)))
-                else:
-                    facts[case.id] = found
-                if progress is not None:
-                    progress(done + 1, len(cases))
-        if not bad:
-            document = {name: [list(one.shape), one.dtype, one.label_dtype] for name, one in facts.items()}
-            with suppress(OSError):  # the next start opens them again
-                write_text(file, json.dumps(sealed(document)) + "\n")
+    keys = [json.dumps([SURVEY_FORMAT, *identity]) for identity in identities]
+    reasons: dict[str, str] = {}
+
+    def look(number: int) -> list[Any] | None:
+        case = cases[number]
+        try:
+            images = tuple(volumes.get(ref) for ref in case.images)
+            label = volumes.get(case.label) if case.label is not None else None
+        except ReadFailure as failure:
+            reasons[case.id] = str(failure)
+            return None
+        check_pair(case.id, images, label)
+        dtype = np.result_type(*(image.dtype for image in images))
+        return [list(images[0].shape), dtype.name, None if label is None else label.dtype.name]
+
+    found = remember_all(
+        SURVEY_FILE, keys, lambda missing: _in_threads(look, missing, progress), lambda facts: isinstance(facts, list)
+    )
+    facts = {
+        case.id: CaseFacts(as_shape(one[0]), *one[1:])
+        for case, one in zip(cases, found, strict=True)
+        if one is not None
+    }
+    bad = [BadCase(case.id, reasons[case.id]) for case in cases if case.id in reasons]
     if len(bad) > max(1, max_bad_fraction * len(cases)) or not facts:
         raise UserError(
             "too-many-bad-volumes",
@@ -115,16 +124,10 @@ def case_identity(case: Case, volumes: OpenVolumes) -> list[str]:
     """Changes if a file of the case, or the way it is read, changes; local files are not opened for this."""
     refs = [*case.images, *([case.label] if case.label is not None else [])]
     missing = volumes.options.missing_chunks
-    return [f"{volume_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
+    return [f"{_volume_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
 
 
-def image_dtype(facts: Sequence[CaseFacts]) -> np.dtype[Any]:
-    """The type that holds the voxels of all cases; their own, if they agree."""
-    dtype = np.result_type(*(np.dtype(one.dtype) for one in facts))
-    return np.dtype(np.float32) if dtype == np.float64 else dtype
-
-
-def volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
+def _volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
     """Changes if the volume's file changes; a local file is not opened for this."""
     try:
         if ref.version:
@@ -140,33 +143,12 @@ def volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
         return f"bad {failure_of(ref.location, error)}"
 
 
-def _look(case: Case, volumes: OpenVolumes) -> CaseFacts | ReadFailure:
-    try:
-        images = tuple(volumes.get(ref) for ref in case.images)
-        label = volumes.get(case.label) if case.label is not None else None
-    except ReadFailure as failure:
-        return failure.with_traceback(None)
-    check_pair(case.id, images, label)
-    dtype = np.result_type(*(image.dtype for image in images))
-    return CaseFacts(images[0].shape, dtype.name, None if label is None else label.dtype.name)
-
-
-def _read(file: Path, cases: Sequence[Case]) -> dict[str, CaseFacts] | None:
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        document = json.loads(file.read_text())
-        if not has_whole_seal(document):
-            return None
-        facts = {}
-        for case in cases:
-            (z, y, x), dtype, label_dtype = document[case.id]
-            facts[case.id] = CaseFacts((int(z), int(y), int(x)), np.dtype(dtype).name, label_dtype)
-        return facts
-    return None
-
-
-def boxed(case: Case, facts: CaseFacts) -> CaseFacts:
-    """The facts of a case that a split by region has cut."""
-    return facts if case.box is None else replace(facts, shape=case.box.shape)
+def _in_threads(work: Callable[[int], Found], numbers: Sequence[int], progress: Advance | None) -> Iterator[Found]:
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done, found in enumerate(pool.map(work, numbers), 1):
+            if progress is not None:
+                progress(done, len(numbers))
+            yield found
 
 
 def measure(volume: Volume) -> tuple[float, float]:
@@ -225,26 +207,17 @@ def statistics_of(
             with suppress(ReadFailure):
                 stds[place] = value_range(volumes.get(ref).dtype)
         return means, stds
-    keys = [json.dumps([STATISTICS_FORMAT, volume_identity(ref, volumes), ref.level]) for ref in refs]
+    keys = [json.dumps([STATISTICS_FORMAT, _volume_identity(ref, volumes), ref.level]) for ref in refs]
 
-    def measured(missing: list[int]) -> Iterator[list[float] | None]:
-        with ThreadPoolExecutor(THREADS) as pool:
-            for done, found in enumerate(pool.map(lambda n: _measured(refs[n], volumes), missing), 1):
-                if progress is not None:
-                    progress(done, len(missing))
-                yield found
+    def measured(number: int) -> list[float] | None:
+        with suppress(ReadFailure):
+            return list(measure(volumes.get(refs[number])))
+        return None
 
-    found = remember_all(STATISTICS_FILE, keys, measured, _is_pair)
+    found = remember_all(STATISTICS_FILE, keys, lambda missing: _in_threads(measured, missing, progress), _is_pair)
     for place, pair in zip(places, found, strict=True):
         means[place], stds[place] = pair if pair is not None else (0.0, 1.0)
     return means, stds
-
-
-def _measured(ref: VolumeRef, volumes: OpenVolumes) -> list[float] | None:
-    try:
-        return list(measure(volumes.get(ref)))
-    except ReadFailure:
-        return None
 
 
 def _is_pair(value: Any) -> bool:

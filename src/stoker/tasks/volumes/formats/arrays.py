@@ -19,16 +19,18 @@ from stoker.io.stores import ReadFailure
 from stoker.tasks.volumes.formats.byte_source import ByteSource, RemoteBytes, SourceStream, coalesced
 from stoker.tasks.volumes.formats.volume import (
     ArrayVolume,
-    DecodedCache,
+    LruCache,
     ReadingOptions,
     Region,
     Shape,
     Volume,
     VolumeView,
     Voxels,
+    as_shape,
     check_extent,
     decoded_cache,
     failure_of,
+    whole,
 )
 
 # Compressed or not, a header is shorter than this, unless it was crafted.
@@ -52,73 +54,91 @@ def open_npy(source: ByteSource, options: ReadingOptions) -> Volume:
         raise ReadFailure(name, reason, str(error).split("\n", 1)[0][:200]) from None
     if dtype == np.bool_:
         dtype = np.dtype(np.uint8)  # masks are often saved as truth values
-    check_extent(name, shape, dtype, options)
-    z, y, x = shape
-    if is_fortran:
-        turned = array_in(source, (x, y, z), dtype, stream.tell())
-        if isinstance(turned, ArrayVolume):
-            return replace(turned, array=turned.array.transpose(2, 1, 0))
-        return TurnedVolume(turned)
-    return array_in(source, (z, y, x), dtype, stream.tell())
+    shape = check_extent(name, shape, dtype, options)
+    if not is_fortran:
+        return array_in(source, StoredArray(shape, dtype, stream.tell()))
+    turned = array_in(source, StoredArray(as_shape(shape[::-1]), dtype, stream.tell()))
+    if isinstance(turned, ArrayVolume):
+        return replace(turned, array=turned.array.transpose(2, 1, 0))
+    return TurnedVolume(turned)
 
 
-def array_in(
-    source: ByteSource,
-    shape: Shape,
-    dtype: np.dtype[Any],
-    offset: int,
-    *,
-    step: int | None = None,
-    affine: NDArray[np.float64] | None = None,
-    scale: tuple[float, float] | None = None,
-) -> Volume:
-    """The array at an offset of a file, with `step` bytes from plane to plane; raises ReadFailure if the file is too
-    short."""
+class StoredArray(NamedTuple):
+    """How a file stores an array."""
+
+    shape: Shape
+    dtype: np.dtype[Any]
+    offset: int
+    affine: NDArray[np.float64] | None = None
+    scale: tuple[float, float] | None = None
+    """Slope and intercept, if the file's numbers are not the voxels' values."""
+
+
+def array_in(source: ByteSource, stored: StoredArray, step: int | None = None) -> Volume:
+    """An uncompressed array, with `step` bytes from plane to plane; raises ReadFailure if the file is too short."""
+    shape, dtype, offset, affine, scale = stored
     row = shape[2] * dtype.itemsize
     step = shape[1] * row if step is None else step
     wanted = offset + (shape[0] - 1) * step + shape[1] * row
     if len(source) < wanted:
         raise ReadFailure(source.name, "short", f"{len(source):,} bytes; its header promises {wanted:,}")
     if source.memory is None:
-        return RangedVolume(source.name, shape, dtype, source.identity, source, offset, step, affine, scale)
+        return RangedVolume(source, stored, step)
     array: Any = np.ndarray(shape, dtype, source.memory, offset, (step, row, dtype.itemsize))
     return ArrayVolume(source.name, array, source.identity, affine, scale)
 
 
 @dataclass(frozen=True)
-class RangedVolume:
-    """An array in an object: the rows of a region are fetched from each plane, many planes at once."""
+class StoredVolume:
+    """A volume whose voxels are not in memory."""
 
-    name: str
-    shape: Shape
-    stored: np.dtype[Any]
-    identity: str
     source: ByteSource
-    offset: int
-    step: int
-    """Bytes from plane to plane."""
-    affine: NDArray[np.float64] | None = None
-    scale: tuple[float, float] | None = None
+    stored: StoredArray
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> Shape:
+        return self.stored.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.float32) if self.scale is not None else self.stored.newbyteorder("=")
+        return np.dtype(np.float32) if self.stored.scale is not None else self.stored.dtype.newbyteorder("=")
+
+    @property
+    def identity(self) -> str:
+        return self.source.identity
+
+    @property
+    def affine(self) -> NDArray[np.float64] | None:
+        return self.stored.affine
+
+
+@dataclass(frozen=True)
+class RangedVolume(StoredVolume):
+    """An array in an object: the rows of a region are fetched from each plane, many planes at once."""
+
+    step: int
+    """Bytes from plane to plane."""
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         target = np.empty(region.shape, self.dtype) if out is None else out
         if not region.voxels:
             return target
         (first, top, left), (last, bottom, right) = region
-        size, row = self.stored.itemsize, self.shape[2] * self.stored.itemsize
-        begins = [self.offset + plane * self.step + top * row + left * size for plane in range(first, last)]
+        dtype = self.stored.dtype
+        size, row = dtype.itemsize, self.shape[2] * dtype.itemsize
+        begins = [self.stored.offset + plane * self.step + top * row + left * size for plane in range(first, last)]
         length = (bottom - top - 1) * row + (right - left) * size
         groups, owners = coalesced([(begin, begin + length) for begin in begins])
         parts = self.source.parts(groups)
         for slot, (begin, owner) in enumerate(zip(begins, owners, strict=True)):
             inside = begin - groups[owner][0]
-            plane: Any = np.ndarray(region.shape[1:], self.stored, parts[owner], inside, (row, size))
-            whole = ArrayVolume(self.name, plane[None], scale=self.scale)
-            whole.read(Region((0, 0, 0), whole.shape), target[slot][None])
+            plane: Any = np.ndarray(region.shape[1:], dtype, parts[owner], inside, (row, size))
+            found = ArrayVolume(self.name, plane[None], scale=self.stored.scale)
+            found.read(whole(found.shape), target[slot][None])
         return target
 
 
@@ -140,27 +160,18 @@ class TurnedVolume(VolumeView):
         return out
 
 
-class _Header(NamedTuple):
-    shape: Shape
-    dtype: np.dtype[Any]
-    offset: int
-    affine: NDArray[np.float64]
-    scale: tuple[float, float] | None
-
-
 def open_nifti(source: ByteSource, options: ReadingOptions) -> Volume:
     """A NIfTI-1 or NIfTI-2 volume in a single file."""
     path = source.name
     start = bytes(source.parts([(0, min(_LONGEST_HEADER, len(source)))])[0])
     if not _is_gzip(path):
-        header = _read_header(path, start[:_LARGEST_NIFTI_HEADER], options)
-        return array_in(source, header.shape, header.dtype, header.offset, affine=header.affine, scale=header.scale)
+        return array_in(source, _read_header(path, start[:_LARGEST_NIFTI_HEADER], options))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(start)) as stream:
             header = _read_header(path, stream.read(_LARGEST_NIFTI_HEADER), options)
     except (OSError, EOFError, zlib.error) as error:
         raise _gzip_failure(path, error) from None
-    return InflatedVolume(path, header, source.identity, source, decoded_cache(options.cache_bytes))
+    return InflatedVolume(source, header, decoded_cache(options.cache_bytes))
 
 
 def _is_gzip(path: str) -> bool:
@@ -168,42 +179,25 @@ def _is_gzip(path: str) -> bool:
 
 
 @dataclass(frozen=True)
-class InflatedVolume:
+class InflatedVolume(StoredVolume):
     """A compressed file: gzip has no entry points, so all of it is decompressed, and kept while there is room.
 
     For data that does not fit the cache, every patch would decompress a whole volume: pack it first."""
 
-    name: str
-    header: _Header
-    identity: str
-    source: ByteSource
-    cache: DecodedCache
-
-    @property
-    def shape(self) -> Shape:
-        return self.header.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.float32) if self.header.scale else self.header.dtype.newbyteorder("=")
-
-    @property
-    def affine(self) -> NDArray[np.float64]:
-        return self.header.affine
+    cache: LruCache[str, Voxels]
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         array = self.cache.get(self.identity, self._inflate)
-        return ArrayVolume(self.name, array, scale=self.header.scale).read(region, out)
+        return ArrayVolume(self.name, array, scale=self.stored.scale).read(region, out)
 
     def _inflate(self) -> Voxels:
-        header = self.header
         # Exactly as many bytes as the header promises, even if the stream has more.
-        array = np.empty(header.shape, header.dtype)
+        array = np.empty(self.shape, self.stored.dtype)
         target = array.reshape(-1).view(np.uint8).data
         try:
             packed = self.source.fetched() if isinstance(self.source, RemoteBytes) else self.source
             with gzip.GzipFile(fileobj=io.BufferedReader(SourceStream(packed))) as stream:
-                stream.seek(header.offset)
+                stream.seek(self.stored.offset)
                 have = 0
                 while have < len(target):
                     count = stream.readinto(target[have:])
@@ -215,14 +209,11 @@ class InflatedVolume:
         return array
 
 
-def _read_header(path: str, start: bytes, options: ReadingOptions) -> _Header:
+def _read_header(path: str, start: bytes, options: ReadingOptions) -> StoredArray:
     import nibabel
 
     kind: Any = nibabel.Nifti1Header
-    if len(start) >= 4 and _LARGEST_NIFTI_HEADER in (
-        int.from_bytes(start[:4], "little"),
-        int.from_bytes(start[:4], "big"),
-    ):
+    if len(start) >= 4 and _LARGEST_NIFTI_HEADER in (int.from_bytes(start[:4], order) for order in ("little", "big")):
         kind = nibabel.Nifti2Header
     size = kind.template_dtype.itemsize
     if len(start) < size:
@@ -254,7 +245,7 @@ def _read_header(path: str, start: bytes, options: ReadingOptions) -> _Header:
         )
     plain = slope is None or (slope == 1 and not intercept)
     scale = None if plain else (float(slope), float(intercept or 0.0))
-    return _Header(shape, dtype, offset, affine, scale)
+    return StoredArray(shape, dtype, offset, affine, scale)
 
 
 def _gzip_failure(path: str, error: Exception) -> ReadFailure:

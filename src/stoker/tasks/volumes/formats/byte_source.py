@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from stoker.core.redact import redact_text
@@ -37,34 +37,14 @@ HEADER_BYTES = 64 << 10
 MOST_HEADER_READS = 12
 
 
-class ByteSource(Protocol):
-    """A file's bytes."""
-
-    @property
-    def name(self) -> str:
-        """The file or URL, for messages."""
-
-    @property
-    def identity(self) -> str:
-        """Changes if the file changes."""
-
-    @property
-    def memory(self) -> Any:
-        """All bytes as a buffer, if they are mapped or in memory; else None."""
-
-    def __len__(self) -> int: ...
-
-    def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
-        """These ranges, each inside the file; raises ReadFailure, or StoreDown."""
-        ...
-
-
 @dataclass(frozen=True)
 class MappedSource:
     """Bytes that are mapped or in memory."""
 
     name: str
+    """The file or URL, for messages."""
     identity: str
+    """Changes if the file changes."""
     memory: Any
 
     def __len__(self) -> int:
@@ -91,16 +71,15 @@ class RemoteBytes:
         return self.size
 
     def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
+        """These ranges, each inside the file; raises ReadFailure, or StoreDown."""
         if outside := next((one for one in ranges if one[1] > self.size), None):
             raise ReadFailure(self.name, "short", f"byte {outside[1]:,} is needed; it has {self.size:,}")
         wanted = [piece for one in ranges for piece in _pieces(one)]
-        found = [self._part(wanted[0])] if len(wanted) == 1 else self._parts(wanted)
+        pieces = iter([self._part(wanted[0])] if len(wanted) == 1 else self._parts(wanted))
         results: list[Buffer] = []
-        pieces = iter(found)
         for one in ranges:
-            count = len(_pieces(one))
-            own = [next(pieces) for _ in range(count)]
-            results.append(own[0] if count == 1 else memoryview(b"".join(own)))
+            own = [next(pieces) for _ in _pieces(one)]
+            results.append(own[0] if len(own) == 1 else memoryview(b"".join(own)))
         return results
 
     def fetched(self) -> MappedSource:
@@ -121,6 +100,9 @@ class RemoteBytes:
             return memoryview(self.store.read(self.path, start, stop - start, version=self.version))
         except ReadFailure as failure:
             raise ReadFailure(self.name, failure.reason, failure.detail) from None
+
+
+ByteSource: TypeAlias = MappedSource | RemoteBytes
 
 
 class Scattered(Exception):
@@ -180,7 +162,7 @@ class SourceStream(io.RawIOBase):
         return len(data)
 
 
-def open_source(location: str, version: str, options: ReadingOptions) -> MappedSource | RemoteBytes:
+def open_source(location: str, version: str, options: ReadingOptions) -> ByteSource:
     """The bytes at a location; `version` is an object's version from a listing, and may be empty. Raises ReadFailure,
     or StoreDown if the store cannot be read."""
     local = staged_file(location, options)
@@ -229,12 +211,12 @@ def for_headers(source: ByteSource) -> ByteSource:
     return HeaderSource(**vars(source)) if isinstance(source, RemoteBytes) else source
 
 
-def coalesced(ranges: Sequence[Range], most_between: int = MOST_BETWEEN) -> tuple[list[Range], list[int]]:
+def coalesced(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
     """Fewer ranges that contain these, which are in order, and for each the range that contains it."""
     groups: list[Range] = []
     owners: list[int] = []
     for start, stop in ranges:
-        if groups and start - groups[-1][1] <= most_between:
+        if groups and start - groups[-1][1] <= MOST_BETWEEN:
             groups[-1] = (groups[-1][0], max(groups[-1][1], stop))
         else:
             groups.append((start, stop))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from stoker.io.stores import ReadFailure, is_url
 from stoker.tasks.volumes.formats.arrays import open_nifti, open_npy
 from stoker.tasks.volumes.formats.byte_source import open_source, staged_file
 from stoker.tasks.volumes.formats.packed import PackedFacts, open_packed
-from stoker.tasks.volumes.formats.volume import CroppedVolume, ReadingOptions, Region, Volume
+from stoker.tasks.volumes.formats.volume import CroppedVolume, LruCache, ReadingOptions, Region, Volume
 
 TIFF_SUFFIXES = (".tif", ".tiff")
 NIFTI_SUFFIXES = (".nii", ".nii.gz")
@@ -84,24 +83,17 @@ class OpenVolumes:
     def __init__(self, options: ReadingOptions | None = None, most: int = MOST_OPEN) -> None:
         self.options = options or ReadingOptions()
         self._most = most
-        self._open: OrderedDict[VolumeRef, Volume] = OrderedDict()
-        self._opening: dict[VolumeRef, threading.Lock] = {}
+        self._open: LruCache[VolumeRef, Volume] = LruCache(most)
         self._not_staged: set[VolumeRef] = set()
         """Volumes that were opened at the source because the local copy did not have them yet."""
-        self._lock = threading.Lock()
 
     def get(self, ref: VolumeRef, box: Region | None = None) -> Volume:
         """The volume, or only this box of it; raises as `open_volume` does."""
-        with self._lock:
-            volume = None if self._is_staged_now(ref) else self._open.get(ref)
-            if volume is not None:
-                self._open.move_to_end(ref)
-            opening = self._opening.setdefault(ref, threading.Lock()) if volume is None else None
-        if opening is not None:
-            # One at a time: the second thread would fetch the same file again.
-            with opening:
-                volume = self.opened(ref) or self._opened_now(ref)
-        assert volume is not None
+        if ref in self._not_staged and staged_file(ref.location, self.options) is not None:
+            # The local copy got it since it was opened at the source.
+            self._not_staged.discard(ref)
+            self._open.drop(ref)
+        volume = self._open.get(ref, partial(self._opened_now, ref))
         if box is None:
             return volume
         if box.within(volume.shape) != box:
@@ -110,32 +102,15 @@ class OpenVolumes:
 
     def opened(self, ref: VolumeRef) -> Volume | None:
         """The volume, if it is open."""
-        with self._lock:
-            return self._open.get(ref)
-
-    def _is_staged_now(self, ref: VolumeRef) -> bool:
-        """Whether the local copy got a volume since it was opened at the source; then it is opened again."""
-        if ref not in self._not_staged or staged_file(ref.location, self.options) is None:
-            return False
-        self._not_staged.discard(ref)
-        self._open.pop(ref, None)
-        return True
+        return self._open.peek(ref)
 
     def _opened_now(self, ref: VolumeRef) -> Volume:
-        try:
-            copy = self.options.copy
-            is_staged = copy is None or copy.is_cache or staged_file(ref.location, self.options) is not None
-            volume = open_volume(ref, self.options)
-            with self._lock:
-                if not is_staged:
-                    self._not_staged.add(ref)
-                self._open[ref] = volume
-                while len(self._open) > self._most:
-                    self._open.popitem(last=False)
-            return volume
-        finally:
-            with self._lock:
-                self._opening.pop(ref, None)
+        copy = self.options.copy
+        is_staged = copy is None or copy.is_cache or staged_file(ref.location, self.options) is not None
+        volume = open_volume(ref, self.options)
+        if not is_staged:
+            self._not_staged.add(ref)
+        return volume
 
     def __reduce__(self) -> Any:
         # Mappings and network threads stay in their process.

@@ -14,7 +14,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from stoker.io.stores import Buffer, ReadFailure, StoreDown
-from stoker.tasks.volumes.formats.arrays import array_in
+from stoker.tasks.volumes.formats.arrays import StoredArray, array_in
 from stoker.tasks.volumes.formats.byte_source import (
     ByteSource,
     RemoteBytes,
@@ -24,7 +24,7 @@ from stoker.tasks.volumes.formats.byte_source import (
     parts_of,
 )
 from stoker.tasks.volumes.formats.volume import (
-    DecodedCache,
+    LruCache,
     ReadingOptions,
     Region,
     Shape,
@@ -84,7 +84,7 @@ def _open_stack(source: ByteSource, headers: ByteSource, file: Any, options: Rea
     dtype = np.dtype(stack.dtype).newbyteorder(file.byteorder)
     shape = check_extent(path, _shape_zyx(path, stack.shape, stack.axes), dtype, options)
     if stack.dataoffset is not None:
-        return array_in(source, shape, dtype, int(stack.dataoffset))
+        return array_in(source, StoredArray(shape, dtype, int(stack.dataoffset)))
     pages = [_whole_page(path, page) for page in stack.pages]
     if len(pages) != shape[0]:
         raise ReadFailure(path, "short", f"{len(pages)} pages; {shape[0]} were announced")
@@ -95,7 +95,7 @@ def _open_stack(source: ByteSource, headers: ByteSource, file: Any, options: Rea
         if len(steps) <= 1 and min(steps, default=1) > 0:
             # Pages at equal distances, with their headers in between: still one array.
             step = steps.pop() if steps else dtype.itemsize * shape[1] * shape[2]
-            return array_in(source, shape, dtype, offsets[0], step=step)
+            return array_in(source, StoredArray(shape, dtype, offsets[0]), step)
     segments = np.array([[page.dataoffsets, page.databytecounts] for page in pages], np.int64)
     stored = np.array([page.is_contiguous for page in pages])
     # A page holds its file, and that holds all the others, with a Python object for each of their tags. Their offsets
@@ -124,7 +124,7 @@ class PagedVolume:
     """Pages whose voxels are uncompressed in the file."""
     first: Any
     """tifffile's first page, which decodes the segments of any."""
-    cache: DecodedCache
+    cache: LruCache[tuple[str, int], Voxels]
     affine: None = None
 
     @property

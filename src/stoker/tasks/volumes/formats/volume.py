@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from stoker.io.stores import ReadFailure
 
 Shape = tuple[int, int, int]
 Voxels = NDArray[Any]
+Key = TypeVar("Key")
+Made = TypeVar("Made")
 # Voxels keep their type until they are on the device. Larger integers are rare, and complex numbers are not voxels.
 DTYPES = frozenset(("u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8"))
 
@@ -276,18 +278,19 @@ def failure_of(path: str, error: Exception) -> ReadFailure:
     return ReadFailure(path, "unreadable", str(error).split("\n", 1)[0][:300])
 
 
-class DecodedCache:
-    """The most recently decoded arrays, up to a number of bytes; one for all threads and volumes of a process."""
+class LruCache(Generic[Key, Made]):
+    """The values that were used last, up to a limit on their total size; for all threads of a process."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
+    def __init__(self, limit: int, size: Callable[[Made], int] = lambda _made: 1) -> None:
+        self._limit = limit
+        self._size = size
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Any, Voxels] = OrderedDict()
-        self._making: dict[Any, threading.Lock] = {}
-        self.held_bytes = 0
+        self._entries: OrderedDict[Key, Made] = OrderedDict()
+        self._making: dict[Key, threading.Lock] = {}
+        self.held = 0
 
-    def get(self, key: Any, decode: Callable[[], Voxels]) -> Voxels:
-        """The array under a key, decoded at most once at a time; do not change it."""
+    def get(self, key: Key, make: Callable[[], Made]) -> Made:
+        """The value under a key, made by one thread at a time; do not change it."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None:
@@ -295,12 +298,11 @@ class DecodedCache:
                 return found
             making = self._making.setdefault(key, threading.Lock())
         with making:
-            # Another thread may have decoded it while we waited: two whole volumes at once could exceed memory.
-            with self._lock:
-                if (found := self._entries.get(key)) is not None:
-                    return found
+            # Another thread may have made it while we waited: two whole volumes at once could exceed memory.
+            if (found := self.peek(key)) is not None:
+                return found
             try:
-                made = decode()
+                made = make()
                 with self._lock:
                     self._keep(key, made)
                 return made
@@ -308,22 +310,34 @@ class DecodedCache:
                 with self._lock:
                     self._making.pop(key, None)
 
-    def has(self, key: Any) -> bool:
-        """Whether there is an array under a key, or one is being decoded; it may be gone a moment later."""
+    def peek(self, key: Key) -> Made | None:
+        """The value under a key, if there is one."""
+        with self._lock:
+            return self._entries.get(key)
+
+    def has(self, key: Key) -> bool:
+        """Whether there is a value under a key, or one is being made; it may be gone a moment later."""
         with self._lock:
             return key in self._entries or key in self._making
 
-    def _keep(self, key: Any, made: Voxels) -> None:
-        if made.nbytes > self._limit or key in self._entries:
+    def drop(self, key: Key) -> None:
+        """Forgets the value under a key."""
+        with self._lock:
+            if (dropped := self._entries.pop(key, None)) is not None:
+                self.held -= self._size(dropped)
+
+    def _keep(self, key: Key, made: Made) -> None:
+        size = self._size(made)
+        if size > self._limit or key in self._entries:
             return
         self._entries[key] = made
-        self.held_bytes += made.nbytes
-        while self.held_bytes > self._limit:
+        self.held += size
+        while self.held > self._limit:
             _, dropped = self._entries.popitem(last=False)
-            self.held_bytes -= dropped.nbytes
+            self.held -= self._size(dropped)
 
 
 @cache
-def decoded_cache(limit_bytes: int) -> DecodedCache:
-    """This process's cache of that size."""
-    return DecodedCache(limit_bytes)
+def decoded_cache(limit_bytes: int) -> LruCache[Any, Voxels]:
+    """This process's cache of decoded pages and files, for all its volumes."""
+    return LruCache(limit_bytes, lambda array: array.nbytes)

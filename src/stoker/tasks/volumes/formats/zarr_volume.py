@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.io import outage
-from stoker.io.aws_profile import profile_settings
-from stoker.io.object_store import Patience
+from stoker.io.object_store import Patience, profile_settings
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url, open_store
 from stoker.tasks.volumes.formats.byte_source import object_at
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Region, Shape, Voxels, check_extent

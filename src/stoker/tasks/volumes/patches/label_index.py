@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,7 +29,7 @@ from stoker.loader.sampler import permute
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.cases.survey import BadCase, case_identity
 from stoker.tasks.volumes.formats.opening import OpenVolumes
-from stoker.tasks.volumes.formats.volume import Region, Shape, Volume, Voxels
+from stoker.tasks.volumes.formats.volume import LruCache, Region, Shape, Volume, Voxels
 from stoker.tasks.volumes.patches.labels import LabelRules
 
 FORMAT = 1
@@ -78,17 +76,15 @@ class LabelIndex:
         self.counts = counts
         """Voxels by case and class."""
         self.bad = tuple(bad)
-        self._loaded: OrderedDict[int, LabelMap] = OrderedDict()
-        self._lock = threading.Lock()
+        self._loaded: LruCache[int, LabelMap] = LruCache(_LOADED_AT_ONCE)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, case: int) -> LabelMap:
-        with self._lock:
-            if (found := self._loaded.get(case)) is not None:
-                return found
-        kept = self._files[case]
+        return self._loaded.get(case, lambda: self._open(self._files[case]))
+
+    def _open(self, kept: Path | LabelMap) -> LabelMap:
         loaded = kept if isinstance(kept, LabelMap) else _load(kept)
         if loaded is None:
             raise UserError(
@@ -97,10 +93,6 @@ class LabelIndex:
                 why="it says where the labels of a volume are",
                 hint="start again: it is rebuilt",
             )
-        with self._lock:
-            self._loaded[case] = loaded
-            while len(self._loaded) > _LOADED_AT_ONCE:
-                self._loaded.popitem(last=False)
         return loaded
 
     def chosen(self, cases: Sequence[int]) -> LabelIndex:

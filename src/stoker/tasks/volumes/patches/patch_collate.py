@@ -17,15 +17,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.io.prefetch import HeldBack, Prefetcher
+from stoker.io.prefetch import Prefetcher
 from stoker.io.stores import ReadFailure, is_url
-from stoker.loader.batch import BadSample, LoadedBatch
-from stoker.loader.collate import Allocate, none_readable, replacements
+from stoker.loader.batch import Allocate, BadSample, LoadedBatch, none_readable, replacements
 from stoker.loader.sampler import Steps
 from stoker.profile.batch_costs import BatchClock
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
-from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape, Volume, Voxels, check_finite, read_padded
+from stoker.tasks.volumes.formats.volume import (
+    ArrayVolume,
+    Region,
+    Shape,
+    Volume,
+    Voxels,
+    as_shape,
+    check_finite,
+    read_padded,
+)
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patches import Patches, Placement
 
@@ -49,35 +57,45 @@ class RowLayout:
     @property
     def row_bytes(self) -> int:
         """Size of the largest region; a multiple of the alignment, so that every row can be viewed as numbers."""
-        return self._label_at(self.most_voxels) + (0 if self.label is None else self._rounded(self._label_bytes))
-
-    @property
-    def _label_bytes(self) -> int:
-        return 0 if self.label is None else self.most_voxels * np.dtype(self.label).itemsize
-
-    def _label_at(self, voxels: int) -> int:
-        return self._rounded(self.channels * voxels * np.dtype(self.image).itemsize)
-
-    @staticmethod
-    def _rounded(size: int) -> int:
-        return -(-size // _ALIGNED) * _ALIGNED
+        return _aligned(self._used(self.most_voxels))
 
     def used_bytes(self, shape: Sequence[int]) -> int:
         """Bytes at the start of a row that a region of this shape takes."""
-        voxels = int(np.prod(shape))
-        return self._label_at(voxels) + (0 if self.label is None else voxels * np.dtype(self.label).itemsize)
+        return self._used(int(np.prod(shape)))
+
+    def _used(self, voxels: int) -> int:
+        return self._label_at(voxels) + voxels * self.label_itemsize
+
+    def _label_at(self, voxels: int) -> int:
+        return _aligned(self.channels * voxels * self.image_itemsize)
+
+    @property
+    def image_itemsize(self) -> int:
+        return np.dtype(self.image).itemsize
+
+    @property
+    def label_itemsize(self) -> int:
+        return 0 if self.label is None else np.dtype(self.label).itemsize
+
+    @property
+    def voxel_bytes(self) -> int:
+        """Bytes of a voxel, in all channels and the label."""
+        return self.channels * self.image_itemsize + self.label_itemsize
 
     def parts(self, row: Any, shape: Sequence[int]) -> tuple[Any, Any]:
         """The image (channels, z, y, x) and the label (z, y, x) in a row, an array or a tensor; no copy."""
         z, y, x = (int(size) for size in shape)
         voxels = z * y * x
-        image_bytes = self.channels * voxels * np.dtype(self.image).itemsize
-        image = _as(row[:image_bytes], self.image).reshape(self.channels, z, y, x)
+        image = _as(row[: self.channels * voxels * self.image_itemsize], self.image).reshape(self.channels, z, y, x)
         if self.label is None:
             return image, None
         begin = self._label_at(voxels)
-        label = _as(row[begin : begin + voxels * np.dtype(self.label).itemsize], self.label)
+        label = _as(row[begin : begin + voxels * self.label_itemsize], self.label)
         return image, label.reshape(z, y, x)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _as(row: Any, kind: str) -> Any:
@@ -175,23 +193,18 @@ class PatchReader:
             self._read_ahead, lambda key: key.bytes, lookahead_bytes=lookahead_bytes, requests=MOST_IN_FLIGHT,
             first_requests=FIRST_IN_FLIGHT,
         )  # fmt: skip
+        # With `requests` and `ready_bytes`, what an engine asks of a `BatchSource`.
+        self.allow, self.held_back_by = self._ahead.allow, self._ahead.held_back_by
+        self.forget, self.close = self._ahead.forget, self._ahead.close
 
     def expect(self, case: Case, placement: Placement, layout: RowLayout) -> None:
         """Announces that a patch will be read."""
-        sizes = [np.dtype(layout.image).itemsize] * len(case.images)
-        refs = list(case.images)
+        region, sizes = placement.region, [(ref, layout.image_itemsize) for ref in case.images]
         if layout.label is not None and case.label is not None:
-            refs.append(case.label)
-            sizes.append(np.dtype(layout.label).itemsize)
-        voxels = placement.region.voxels
-        self._ahead.expect(
-            [
-                _RegionKey(ref, case.box, placement.region, voxels * size)
-                for ref, size in zip(refs, sizes, strict=True)
-                if self._is_remote(ref)
-            ]
-        )
-        self.mean_bytes += (voxels * sum(sizes) - self.mean_bytes) / 32
+            sizes.append((case.label, layout.label_itemsize))
+        keys = [_RegionKey(ref, case.box, region, region.voxels * size) for ref, size in sizes]
+        self._ahead.expect([key for key in keys if self._is_remote(key.ref)])
+        self.mean_bytes += (sum(key.bytes for key in keys) - self.mean_bytes) / 32
 
     def read(self, case: Case, placement: Placement, rules: LabelRules | None, image: Voxels, label: Any) -> None:
         """Fills the parts of a row; raises ReadFailure if the case cannot be read, or has NaN voxels."""
@@ -219,8 +232,8 @@ class PatchReader:
             # Before they are narrowed: 256 would become 0.
             if not known:
                 rules.check_values(case.id, volume.name, voxels)
-            z, y, x = (-a for a in placement.region.start)
-            label[inside.moved((z, y, x)).slices] = voxels
+            back = as_shape(-a for a in placement.region.start)
+            label[inside.moved(back).slices] = voxels
 
     def _is_remote(self, ref: VolumeRef) -> bool:
         """Whether reading it waits for a network; not if it is mapped from a local copy."""
@@ -252,29 +265,11 @@ class PatchReader:
 
     @property
     def requests(self) -> int:
-        """Regions in flight."""
         return self._ahead.requests
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes of regions that have arrived and were not read yet."""
         return self._ahead.ready_bytes
-
-    def allow(self, lookahead_bytes: int, requests: int) -> None:
-        """Changes how much is read ahead."""
-        self._ahead.allow(lookahead_bytes, requests)
-
-    def held_back_by(self) -> HeldBack | None:
-        """What keeps it from reading more ahead; None if nothing does, as with local volumes."""
-        return self._ahead.held_back_by()
-
-    def forget(self) -> None:
-        """Drops regions that were announced and not read: the epoch ended, or the consumer left it."""
-        self._ahead.forget()
-
-    def close(self) -> None:
-        """Ends reading ahead; mappings end with their last user."""
-        self._ahead.close()
 
 
 class PatchMaker:
@@ -306,7 +301,7 @@ class PatchMaker:
         began_s = time.perf_counter()
         for slot, placement in enumerate(placements):
             reason = self._fill(placement, rows[slot])
-            clock.cost.bytes_read += self._bytes(placement)
+            clock.cost.bytes_read += placement.region.voxels * plan.layout.voxel_bytes
             if reason is not None and plan.patches.is_random:
                 placements[slot] = self._replace(reason, placement, int(keys[slot]), rows[slot], bad)
             elif reason is not None:
@@ -347,10 +342,9 @@ class PatchMaker:
 
     def _fill(self, placement: Placement, row: NDArray[np.uint8]) -> str | None:
         """Reads one sample into its row; returns the reason if that fails."""
-        plan = self.plan
-        image, label = plan.layout.parts(row, placement.region.shape)
+        image, label = self.plan.layout.parts(row, placement.region.shape)
         try:
-            self.reader.read(plan.cases[placement.case], placement, plan.rules, image, label)
+            self.reader.read(self.plan.cases[placement.case], placement, self.plan.rules, image, label)
         except ReadFailure as failure:
             return str(failure)
         return None
@@ -368,11 +362,6 @@ class PatchMaker:
                 return places[0]
             placement, reason = places[0], found
         raise none_readable(bad, "patches", "the volumes no longer match their index")
-
-    def _bytes(self, placement: Placement) -> int:
-        layout = self.plan.layout
-        label = 0 if layout.label is None else np.dtype(layout.label).itemsize
-        return placement.region.voxels * (layout.channels * np.dtype(layout.image).itemsize + label)
 
 
 def _rows(values: list[Any], dtype: Any) -> NDArray[Any]:

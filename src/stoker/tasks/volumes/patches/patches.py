@@ -11,11 +11,12 @@ voxels are read. Otherwise it is a grid of points inside a larger box.
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,6 @@ _SHRINK = 0.97
 MOST_DISPLACED = 3.0
 """Limit of an elastic deformation along an axis, in standard deviations: this much more is read."""
 IDENTITY = (0, 1, 2)
-NO_FLIPS = (False, False, False)
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,7 @@ class TransformRange:
 
     def most_voxels(self, patch: Shape) -> int:
         """The most voxels that are read for a patch."""
-        voxels = patch[0] * patch[1] * patch[2]
-        return voxels if self.is_plain else int(self.most_read * voxels)
+        return math.prod(patch) if self.is_plain else int(self.most_read * math.prod(patch))
 
 
 UNCHANGED = TransformRange()
@@ -95,7 +94,7 @@ class Transform:
 
     order: tuple[int, int, int] = IDENTITY
     """The volume's axis that each axis of the patch runs along."""
-    flips: tuple[bool, bool, bool] = NO_FLIPS
+    flips: tuple[bool, bool, bool] = (False, False, False)
     """Which axes of the patch run backwards."""
     angles: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """About z, y and x, in radians."""
@@ -180,15 +179,10 @@ def _drawn(numbers: Sequence[float], bounds: TransformRange, patch: Shape) -> Tr
     made = Transform(as_shape(order), (flips[0], flips[1], flips[2]), angles, scale, elastic)
     most = bounds.most_voxels(patch)
     # The position changes a region by a voxel at most; a box in the middle of two voxels is the largest.
-    while not made.is_plain and _most_read(made, patch) > most:
+    while not made.is_plain and math.prod(int(size) for size in np.floor(2 * made.reach(patch)) + 3) > most:
         scale = made.scale if made.is_rigid else made.scale * _SHRINK
         made = replace(made, scale=scale, elastic=made.elastic * _SHRINK)
     return made
-
-
-def _most_read(transform: Transform, patch: Shape) -> int:
-    depth, height, width = (int(size) for size in np.floor(2 * transform.reach(patch)) + 3)
-    return depth * height * width
 
 
 def _rotation(angles: tuple[float, float, float]) -> NDArray[np.float64]:
@@ -218,30 +212,6 @@ class Placement:
     """The labelled voxel that it was drawn for."""
 
 
-class Patches(Protocol):
-    """The patches of a split."""
-
-    @property
-    def patch(self) -> Shape: ...
-
-    @property
-    def most_voxels(self) -> int:
-        """The most voxels that are read for one patch."""
-
-    @property
-    def is_random(self) -> bool:
-        """Whether a patch that cannot be read may be replaced by one of another case."""
-
-    def keys(self, epoch: int, positions: Positions) -> Keys:
-        """The key of each position, from which every random choice about its sample follows."""
-
-    def cases(self, epoch: int, positions: Positions) -> NDArray[np.int64]:
-        """The case at each position."""
-
-    def place(self, cases: NDArray[np.int64], keys: Keys, positions: Positions) -> list[Placement]:
-        """The patches of these cases for these keys and positions."""
-
-
 @dataclass(frozen=True)
 class RandomPatches:
     """Patches for training."""
@@ -256,16 +226,19 @@ class RandomPatches:
     transforms: TransformRange = UNCHANGED
 
     is_random = True
+    """A patch that cannot be read may be replaced by one of another case."""
 
     @property
     def most_voxels(self) -> int:
+        """The most voxels that are read for one patch."""
         return self.transforms.most_voxels(self.patch)
 
     def keys(self, epoch: int, positions: Positions) -> Keys:
+        """The key of each position, from which every random choice about its sample follows."""
         return sample_keys(self.seed, epoch, positions, np.zeros_like(positions))
 
     def cases(self, epoch: int, positions: Positions) -> NDArray[np.int64]:
-        """Every case once in each turn: no case waits longer than two turns for its next patch."""
+        """The case at each position: every case once in each turn, so none waits longer than two turns."""
         total = len(self.shapes)
         turns, places = np.divmod(np.asarray(positions, np.int64), total)
         cases = np.empty_like(places)
@@ -276,6 +249,7 @@ class RandomPatches:
         return cases
 
     def place(self, cases: NDArray[np.int64], keys: Keys, positions: Positions) -> list[Placement]:  # noqa: ARG002
+        """The patches of these cases for these keys and positions."""
         transforms = draw_transforms(keys, self.transforms, self.patch)
         chances = uniforms(keys, PLACE, 3).tolist()
         return [
@@ -284,9 +258,12 @@ class RandomPatches:
         ]
 
     def _placed(self, case: int, transform: Transform, draws: Sequence[float]) -> Placement:
-        shape, voxel = self.shapes[case], self._voxel(case, draws)
-        source = transform.source_shape(self.patch)
-        start = _start_around(voxel, source, shape)
+        voxel, source = self._voxel(case, draws), transform.source_shape(self.patch)
+        # The box around the voxel, moved into the volume; a volume smaller than the box is centred in it.
+        start = as_shape(
+            min(max(at - length // 2, 0), size - length) if size >= length else -((length - size) // 2)
+            for at, length, size in zip(voxel, source, self.shapes[case], strict=True)
+        )
         if not transform.is_plain and not _contains(transform, self.patch, start, voxel):
             # Rotated about a centre that the border has moved away from it, the patch would miss its voxel, and with it
             # perhaps everything labelled: it is centred on the voxel, and padded.
@@ -331,7 +308,7 @@ class GridPatches:
 
     @property
     def most_voxels(self) -> int:
-        return self.patch[0] * self.patch[1] * self.patch[2]
+        return math.prod(self.patch)
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
@@ -359,7 +336,7 @@ class GridPatches:
 
     def starts(self, case: int) -> list[Shape]:
         """Where the patches of a case begin, in their order."""
-        return [(z, y, x) for z, y, x in itertools.product(*self._axes(self.shapes[case]))]
+        return [as_shape(start) for start in itertools.product(*self._axes(self.shapes[case]))]
 
     def _numbers(self, positions: Positions) -> Positions:
         """The numbers of the patches: with `used`, from the middle of each of that many equal stretches."""
@@ -370,6 +347,9 @@ class GridPatches:
 
     def _axes(self, shape: Shape) -> list[list[int]]:
         return [grid_starts(size, length, self.overlap) for size, length in zip(shape, self.patch, strict=True)]
+
+
+Patches: TypeAlias = RandomPatches | GridPatches
 
 
 def grid_starts(size: int, length: int, overlap: float) -> list[int]:
@@ -425,14 +405,6 @@ def check_labelled(labels: LabelIndex, names: Sequence[str]) -> list[int]:
             hint="check the ignore label, and that train_labels has the labels",
         )
     return labelled
-
-
-def _start_around(voxel: Shape, source: Shape, shape: Shape) -> Shape:
-    """The box around a voxel, moved into the volume; a volume smaller than the box is centred in it."""
-    return as_shape(
-        min(max(at - length // 2, 0), size - length) if size >= length else -((length - size) // 2)
-        for at, length, size in zip(voxel, source, shape, strict=True)
-    )
 
 
 def _contains(transform: Transform, patch: Shape, start: Shape, voxel: Shape) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.augment.pipeline import memory_format_of, normalise
+from stoker.tasks.volumes.augment import memory_format_of, normalise
 from stoker.tasks.volumes.cases.survey import Normalization, Statistics, measure, value_range
 from stoker.tasks.volumes.formats.volume import Region, Shape, Volume, Voxels, check_finite, read_padded
 from stoker.tasks.volumes.predict.windows import SlidingWindow, Window, WindowGrid

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stoker.loader.rng import Keys, mix_numbers, uniforms
-from stoker.tasks.volumes.formats.volume import Region, Shape
+from stoker.tasks.volumes.formats.volume import Region, Shape, as_shape, box_at
 
 # Kinds of choices; stoker.tasks.volumes.patches.patches has those before them.
 NOISE, BLUR, BRIGHTNESS, CONTRAST, LOW_RESOLUTION, GAMMA, CUTOUT = range(111, 118)
@@ -77,29 +77,30 @@ class Changes:
 
 def draw_changes(keys: Keys, chances: Chances, channels: int, patch: Shape) -> list[Changes]:
     """The changes of each sample; a pure function of its key."""
-    noise = _drawn(keys, NOISE, chances.noise, channels)
-    blur = _drawn(keys, BLUR, chances.blur, 3 * channels)
-    brightness = _drawn(keys, BRIGHTNESS, chances.brightness, channels)
-    contrast = _drawn(keys, CONTRAST, chances.contrast, channels)
-    low_resolution = _drawn(keys, LOW_RESOLUTION, chances.low_resolution, channels)
-    gamma = _drawn(keys, GAMMA, chances.gamma, 1 + channels)
-    cutout = _drawn(keys, CUTOUT, chances.cutout, 6)
-    made = []
-    for slot in range(len(keys)):
-        sigmas, powers, box = blur[slot], gamma[slot], cutout[slot]
-        made.append(
-            Changes(
-                noise=_between(noise[slot], NOISE_STD),
-                blur=None if sigmas is None else _triples(_between(sigmas, BLUR_SIGMA)),
-                brightness=_around_one(brightness[slot], BRIGHTNESS_FACTOR),
-                contrast=_around_one(contrast[slot], CONTRAST_FACTOR),
-                low_resolution=_between(low_resolution[slot], KEPT_RESOLUTION),
-                gamma=_around_one(None if powers is None else powers[1:], GAMMA_POWER),
-                inverted=powers is not None and powers[0] < INVERTED_SHARE,
-                cutout=None if box is None else _box(box, patch),
-            )
+    by_sample = zip(
+        _drawn(keys, NOISE, chances.noise, channels),
+        _drawn(keys, BLUR, chances.blur, 3 * channels),
+        _drawn(keys, BRIGHTNESS, chances.brightness, channels),
+        _drawn(keys, CONTRAST, chances.contrast, channels),
+        _drawn(keys, LOW_RESOLUTION, chances.low_resolution, channels),
+        _drawn(keys, GAMMA, chances.gamma, 1 + channels),
+        _drawn(keys, CUTOUT, chances.cutout, 6),
+        strict=True,
+    )
+    return [
+        Changes(
+            noise=_between(noise, NOISE_STD),
+            # Three for each channel.
+            blur=None if blur is None else tuple(zip(*[iter(_between(blur, BLUR_SIGMA))] * 3, strict=True)),
+            brightness=_around_one(brightness, BRIGHTNESS_FACTOR),
+            contrast=_around_one(contrast, CONTRAST_FACTOR),
+            low_resolution=_between(low_resolution, KEPT_RESOLUTION),
+            gamma=_around_one(None if gamma is None else gamma[1:], GAMMA_POWER),
+            inverted=gamma is not None and gamma[0] < INVERTED_SHARE,
+            cutout=None if cutout is None else _box(cutout, patch),
         )
-    return made
+        for noise, blur, brightness, contrast, low_resolution, gamma, cutout in by_sample
+    ]
 
 
 def _drawn(keys: Keys, purpose: int, chance: float, count: int) -> Sequence[list[float] | None]:
@@ -122,28 +123,23 @@ def _around_one(numbers: Sequence[float] | None, bounds: tuple[float, float]) ->
     return tuple(low + (1 - low) * 2 * one if one < 0.5 else 1 + (high - 1) * (2 * one - 1) for one in numbers)
 
 
-def _triples(numbers: Sequence[float]) -> tuple[tuple[float, float, float], ...]:
-    return tuple((z, y, x) for z, y, x in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
-
-
 def _box(numbers: Sequence[float], patch: Shape) -> Region:
     low, high = CUTOUT_SIDE
     sides = [max(1, round(n * (low + (high - low) * one))) for n, one in zip(patch, numbers[:3], strict=True)]
     starts = [int(one * (n - side + 1)) for n, side, one in zip(patch, sides, numbers[3:], strict=True)]
-    (z, y, x), (depth, height, width) = starts, sides
-    return Region((z, y, x), (z + depth, y + height, x + width))
+    return box_at(as_shape(starts), as_shape(sides))
 
 
 def blur_arrays(changes: Changes, patch: Shape) -> dict[str, NDArray[np.float32]]:
     """What the device needs for a blur: a matrix for each channel and axis."""
     return {
-        f"blur.{channel}.{axis}": blur_matrix(patch[axis], sigma)
+        f"blur.{channel}.{axis}": _blur_matrix(patch[axis], sigma)
         for channel, sigmas in enumerate(changes.blur or ())
         for axis, sigma in enumerate(sigmas)
     }
 
 
-def blur_matrix(length: int, sigma: float) -> NDArray[np.float32]:
+def _blur_matrix(length: int, sigma: float) -> NDArray[np.float32]:
     """A Gaussian blur along an axis of this length as a matrix; mirrored at the ends."""
     reach = math.ceil(_TRUNCATE * sigma)
     offsets = np.arange(-reach, reach + 1)
@@ -171,7 +167,10 @@ def change_voxels(
                 noise.mul_(deviation(image - image.mean()))
             image.add_(noise, alpha=changes.noise[channel])
         if changes.blur is not None:
-            _blur(image, [there[f"blur.{channel}.{axis}"] for axis in range(3)])
+            # Products with matrices: three kernels, which need no copies with padding.
+            along_z, along_y, along_x = (there[f"blur.{channel}.{axis}"] for axis in range(3))
+            blurred = torch.matmul(along_y, torch.matmul(image, along_x.T))
+            torch.mm(along_z, blurred.view(len(image), -1), out=image.view(len(image), -1))
         if changes.brightness is not None:
             image.mul_(changes.brightness[channel])
         if changes.contrast is not None:
@@ -188,14 +187,6 @@ def deviation(centred: Tensor) -> Tensor:
     """The standard deviation of voxels whose mean is 0. (torch's `std` takes eight times as long on a CPU.)"""
     found: Tensor = torch.linalg.vector_norm(centred) * centred.numel() ** -0.5
     return found
-
-
-def _blur(image: Tensor, matrices: Sequence[Tensor]) -> None:
-    """Blurs along the three axes, as products with matrices: three kernels, which need no copies with padding."""
-    along_z, along_y, along_x = matrices
-    depth = image.shape[0]
-    blurred = torch.matmul(along_y, torch.matmul(image, along_x.T))
-    torch.mm(along_z, blurred.view(depth, -1), out=image.view(depth, -1))
 
 
 def _change_contrast(image: Tensor, factor: float) -> None:
@@ -230,7 +221,7 @@ def normals(count: int, key: int, device: torch.device) -> Tensor:
     half = (count + 1) // 2
     bits = torch.arange(2 * half, device=device, dtype=torch.int32)
     for part in (key & 0xFFFFFFFF, key >> 32):
-        _scramble(bits.bitwise_xor_(_signed(part)))
+        _scramble(bits.bitwise_xor_(part - (1 << 32) if part >= 1 << 31 else part))
     # 24 bits are what a float holds; the half keeps the logarithm finite.
     uniform = bits.bitwise_and_(0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)
     distance, angle = uniform[:half].log_().mul_(-2).sqrt_(), uniform[half:].mul_(2 * math.pi)
@@ -246,7 +237,3 @@ def _scramble(bits: Tensor) -> None:
         bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (32 - shift)) - 1))
         bits.mul_(factor)
     bits.bitwise_xor_((bits >> 15).bitwise_and_((1 << 17) - 1))
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 32) if number >= 1 << 31 else number

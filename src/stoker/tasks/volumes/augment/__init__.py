@@ -1,1 +1,0 @@
-"""What happens to patches on the device: turned and resampled, darkened, blurred."""

@@ -14,8 +14,7 @@ from stoker.plan.guard import refuse_what_cannot_fit
 from stoker.plan.tracing import trace_forward, trace_step
 from stoker.profile.host import Machine
 from stoker.tasks.demo import write_scrolls
-from stoker.tasks.volumes.plan_part import volume_findings
-from stoker.tasks.volumes.planning import traceable_step, volume_facts
+from stoker.tasks.volumes.planning import traceable_step, volume_facts, volume_findings
 from tests.conftest import Run
 
 GIB = 1 << 30

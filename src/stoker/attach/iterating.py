@@ -85,7 +85,7 @@ MOST_PENDING_EVENTS = 64
 MOST_OPTIMIZER_STEPS = 2**32 - 1
 
 
-class Entry(NamedTuple):
+class AskedFor(NamedTuple):
     """What is known when the loop asks a loader for a batch."""
 
     loader: int
@@ -130,7 +130,7 @@ class StepLog:
             self._describe(optimizer)
         self.loop.optimizer_stepped(optimizer, self._session)
 
-    def batch(self, entry: Entry, samples: int) -> None:
+    def batch(self, entry: AskedFor, samples: int) -> None:
         leave = time.perf_counter_ns()
         at = self._write(entry, ring.FIRST if entry.first else 0, samples, leave)
         if entry.event is not None:
@@ -155,11 +155,11 @@ class StepLog:
             self.loop.stop_counting(self._session)
             self._session.recording = False
 
-    def over(self, entry: Entry) -> None:
+    def over(self, entry: AskedFor) -> None:
         """Records that the epoch of this loader is over."""
         self._write(entry._replace(ready=-1), ring.LAST, 0, time.perf_counter_ns())
 
-    def _write(self, entry: Entry, flags: int, samples: int, leave: int) -> int:
+    def _write(self, entry: AskedFor, flags: int, samples: int, leave: int) -> int:
         at = self._ring.append(
             entry.loader, flags, entry.ready, samples, min(self._optimizer_steps, MOST_OPTIMIZER_STEPS),
             min(entry.started_us, 2**32 - 1) if flags & ring.FIRST else 0, entry.enter, leave, self._optimizer_end, -1,
@@ -321,7 +321,7 @@ def _clocked_next(original: Any) -> Any:
                 fetches.loader = number
             started_us = self.__dict__.pop("_stoker_started_us", 0)
             ready, event = _ready(self), log.device_event()
-            entry = Entry(number, self._num_yielded == 0, ready, started_us, event, time.process_time_ns(), _now())
+            entry = AskedFor(number, self._num_yielded == 0, ready, started_us, event, time.process_time_ns(), _now())
         except Exception as error:
             opened.failed("a loader could not be timed", error)
             return original(self)

@@ -213,6 +213,11 @@ class ObjectStore:
 
         return cast(tuple[int, str], self._patiently(path, ask))
 
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be reached, or did not respond in time; every further use fails the same way."""
+        return self._fault is not None
+
     def check(self) -> None:
         """Raises StoreDown if the store as a whole cannot be read; called after a failure that may be one object's."""
         _refuse_after_fork()

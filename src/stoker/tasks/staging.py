@@ -36,11 +36,9 @@ class Staging:
     say: Say
 
     def follow(self, epoch: int, position: int, waited: bool | None, is_over: bool) -> None:
-        """Called with each training batch."""
         self.filler.training_at(epoch, position, waited, is_over=is_over)
 
     def make_way(self, _epoch: int, _position: int, waited: bool | None, _is_over: bool) -> None:
-        """Called with each validation batch."""
         self.filler.make_way(waited)
 
     def settle(self) -> None:

@@ -21,7 +21,7 @@ from stoker.core.files import write_text
 from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.io.storage_speed import measure_local_disk, measure_storage, storage_at
-from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
+from stoker.io.stores import Buffer, ReadFailure, Store, StoreDown, is_url
 from stoker.loader.loader import Follow, LoaderSpeed, measure_loader
 from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.host import HostConfig
@@ -45,7 +45,6 @@ from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
 CALIBRATION_FILES = 48
-IMAGENET_CLASSES = 1000
 # More than any host decodes in a second with one worker.
 MOST_IMAGES_PER_WORKER_SECOND = 20_000
 ALONE = Ranks()
@@ -110,13 +109,11 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Trai
 
 
 def listings(data: TrainingData) -> Listings:
-    """Which images the data has, in order."""
     parts = {"train": data.train, "val": data.val}
     return {part: None if one is None else listing_of_samples(one) for part, one in parts.items()}
 
 
 def contents(config: HostConfig, data: TrainingData) -> Contents:
-    """A hash of some images, to notice data that was made again under the same names."""
     if config.stage_to is not None:
         return {}  # it reads its local copy, and that has its own manifest
     parts = {"train": data.train, "val": data.val}
@@ -124,7 +121,6 @@ def contents(config: HostConfig, data: TrainingData) -> Contents:
 
 
 def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say: Say) -> None:
-    """Says and records which classes a config has chosen."""
     chosen = chosen_record(config, data.train, data.val)
     if chosen is not None:
         say(f"classes: {', '.join(chosen['classes'])}")
@@ -132,7 +128,6 @@ def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say
 
 
 def open_training_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
-    """The loader of one process, without a model to feed."""
     return open_loader(config, training_plan(config, data.train, data.decoding), workers=config.num_workers)
 
 
@@ -146,6 +141,17 @@ def open_samples(
 ) -> SampleSet:
     """The samples of a split that the config selects; for validation, pass the classes of training."""
     index, among = open_split(config, split, progress=progress, say=say)
+    return selected(config, split, index, classes, among)
+
+
+def selected(
+    config: Config,
+    split: str,
+    index: SampleIndex,
+    classes: tuple[str, ...] | None,
+    among: NDArray[np.int64] | None = None,
+) -> SampleSet:
+    """The samples of an index that the config's subset keys select."""
     per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
     if config.subset_classes is None and per_class is None and classes is None and among is None:
         return all_samples(index)
@@ -257,10 +263,8 @@ def contents_of_samples(config: Config, samples: SampleSet) -> dict[str, Any] | 
     members = samples.indices(np.array(looked_at(len(samples)), np.int64))
 
     def read(index: int) -> str:
-        place = samples.index.location(index)
-        whole = samples.index.shard_of is None
         try:
-            return xxhash.xxh3_64_hexdigest(store.read(place.path, place.offset, place.size, whole=whole))
+            return xxhash.xxh3_64_hexdigest(read_sample(store, samples.index, index))
         except ReadFailure:
             return ""
 
@@ -401,15 +405,19 @@ def measure_storage_of(
     return measure_storage(store, samples, facts, seconds, missing)
 
 
+def read_sample(store: Store, index: SampleIndex, sample: int) -> Buffer:
+    """A sample's bytes; raises ReadFailure."""
+    place = index.location(sample)
+    return store.read(place.path, place.offset, place.size, whole=index.shard_of is None)
+
+
 def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
     """The contents of files spread over the index, to measure on the user's own data."""
     store = open_sample_store(index, max_object_bytes=config.max_image_bytes)
     files = []
     for sample in np.linspace(0, len(index) - 1, min(CALIBRATION_FILES, len(index))).astype(int):
-        location = index.location(int(sample))
         try:
-            whole = index.shard_of is None
-            files.append(bytes(store.read(location.path, location.offset, location.size, whole=whole)))
+            files.append(bytes(read_sample(store, index, int(sample))))
         except ReadFailure:
             continue  # reported when training reads it
     return files

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.tasks.images.verify.recipe_checks import (
+from stoker.tasks.images.recipe_checks import (
     check_learning_rate,
     check_recipe,
     check_train_accuracy,

@@ -10,14 +10,14 @@ import pytest
 
 from stoker.io.stores import Buffer, LocalStore
 from stoker.profile.mounts import Mount
+from stoker.tasks.images import data_checks
+from stoker.tasks.images.data_checks import DATA_CHECKS as CHECKS
+from stoker.tasks.images.data_checks import judge_first_reads
 from stoker.tasks.images.layouts.imagenet import synsets
 from stoker.tasks.images.layouts.sample_index import SampleSet
-from stoker.tasks.images.verify import data_checks
-from stoker.tasks.images.verify.data_checks import DATA_CHECKS as CHECKS
-from stoker.tasks.images.verify.data_checks import judge_first_reads
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiny_training import write_images
-from tests.tasks.images.verify.data_sets import listed, outcome, subject_of, subject_with
+from tests.tasks.images.data_sets import listed, outcome, subject_of, subject_with
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,6 @@ class Judged:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How volumes are scored."""
-
     score: ScoreName
     tolerance: float
     spacing: Spacing

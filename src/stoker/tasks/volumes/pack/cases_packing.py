@@ -99,7 +99,6 @@ def pack(
 
 
 def _answer(result: VolumePackResult, trial: TrialResult | None, folder: Path) -> Answer:
-    """What was packed, in a row, and as a document."""
     index = result.index
     row = [
         f"{len(index.cases):,}" + (f" ({result.kept:,} kept)" if result.kept else ""),
@@ -193,7 +192,10 @@ def pack_volumes(
     """Packs every case, or what an earlier run left; call it with the destination claimed."""
     began = time.monotonic()
     root, source, rules = pack.root, pack.source, pack.source.rules
-    _record_options(pack)
+    before = options_of(_about(root))
+    check_options(root, before, pack.options, (INDEX, "train/images", "train/labels", "test/images"), VOLUMES, _spelled)
+    if before is None:
+        write_text(_about(root), json.dumps({"options": pack.options}, indent=1) + "\n")
     remove_temporaries(root)
     # Until everything is there again, this is not a pack: a run must not train on half of the volumes.
     (root / INDEX).unlink(missing_ok=True)
@@ -242,15 +244,6 @@ def pack_volumes(
 
 def _about(root: Path) -> Path:
     return root / RECORDS / "pack.json"
-
-
-def _record_options(pack: VolumePack) -> None:
-    """Records how a folder is packed; refuses one that was begun differently, or holds something else."""
-    before = options_of(_about(pack.root))
-    names = (INDEX, "train/images", "train/labels", "test/images")
-    check_options(pack.root, before, pack.options, names, VOLUMES, _spelled)
-    if before is None:
-        write_text(_about(pack.root), json.dumps({"options": pack.options}, indent=1) + "\n")
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from stoker.loader.rng import uniforms
 from stoker.profile.memory import read_memory
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
-from stoker.tasks.volumes.formats.packed import PackedFacts, stored_shape
+from stoker.tasks.volumes.formats.packed import stored_shape
 from stoker.tasks.volumes.formats.volume import (
     CroppedVolume,
     ReadingOptions,
@@ -66,8 +66,6 @@ class Tried:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """All layouts, and the one to use."""
-
     tried: tuple[Tried, ...]
     chosen: Layout
     patch: Shape
@@ -175,13 +173,14 @@ def _prepared(case: Case, source: VolumeSource) -> list[tuple[PreparedVolume, bo
 
 def _share(refs: Sequence[VolumeRef]) -> float:
     """Bytes of the files in relation to their voxels."""
-    facts = [ref.packed for ref in refs if ref.packed is not None]
-    return sum(one.bytes for one in facts) / max(1, sum(_plain_bytes(one) for one in facts))
-
-
-def _plain_bytes(facts: PackedFacts) -> int:
-    stored = stored_shape(facts.shape, facts.block if facts.kind == "blocks" else 0)
-    return int(np.prod(stored, dtype=object)) * np.dtype(facts.dtype).itemsize
+    stored = plain = 0
+    for ref in refs:
+        facts = ref.packed
+        assert facts is not None
+        shape = stored_shape(facts.shape, facts.block if facts.kind == "blocks" else 0)
+        plain += int(np.prod(shape, dtype=object)) * np.dtype(facts.dtype).itemsize
+        stored += facts.bytes
+    return stored / max(1, plain)
 
 
 def _cold(refs: Sequence[VolumeRef], patch: Shape, reading: ReadingOptions) -> float | None:

@@ -116,7 +116,6 @@ def predict(
 
 
 def _text(found: VolumePredictions) -> str:
-    """A row for each predicted volume, and where the submission is."""
     rows = [
         (
             shown(one.id),

@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from stoker.config import Config
-from stoker.config.task_names import BUILT_IN, place_of_task
+from stoker.config.keys import BUILT_IN_TASKS, place_of_task
 from stoker.core.console import Advance, Answer, Say
 from stoker.core.errors import StokerError, UserError
 from stoker.profile.observed import StorageFacts
@@ -398,7 +398,7 @@ def metric_of(values: Mapping[str, Any]) -> Metric:
 
 
 def built_in_tasks() -> list[Task]:
-    return [task_named(name) for name in BUILT_IN]
+    return [task_named(name) for name in BUILT_IN_TASKS]
 
 
 def task_with(method: str) -> Task:

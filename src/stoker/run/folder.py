@@ -48,11 +48,12 @@ SHOWN_RUNS = 8
 class _Below:
     """A file or folder of the run."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, stays: bool = False) -> None:
+        self.name = name
+        self.stays = stays
 
     def __get__(self, run: RunFolder, _kind: type[RunFolder]) -> Path:
-        return run.root / self._name
+        return run.root / self.name
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,13 @@ class RunFolder:
     wandb_id_file = _Below("wandb_id.txt")
     predictions_file = _Below("predictions.jsonl")
     report_file = _Below("report.html")
-    lease_file = _Below("lease.json")
+    lease_file = _Below("lease.json", stays=True)
 
     @property
     def of_one_run(self) -> tuple[Path, ...]:
         """Everything that a run leaves behind and that a new run in the same folder must not continue."""
-        return (
-            self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
-            self.samples_file, self.preview_file, self.quarantine_file, self.evaluation_file, self.worst_file,
-            self.logs, self.checkpoints,
-            self.metrics_csv_file, self.tensorboard, self.wandb, self.wandb_id_file, self.predictions_file,
-            self.report_file,
-        )  # fmt: skip
+        names = [one.name for one in vars(RunFolder).values() if isinstance(one, _Below) and not one.stays]
+        return tuple(self.root / name for name in names)
 
 
 class OpenRun:

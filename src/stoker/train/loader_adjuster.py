@@ -9,9 +9,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from stoker.io.prefetch import HeldBack
 from stoker.loader.batch import LoaderSetup
 from stoker.loader.loader_memory import STATED
 from stoker.profile.batch_costs import run_queue_s
@@ -30,6 +29,9 @@ from stoker.train.loader_changes import (
 )
 from stoker.train.prefetch_guard import LOW_AT_MOST_BYTES, LOW_SHARE
 
+if TYPE_CHECKING:
+    from stoker.loader.loader import BatchLoader
+
 LOOK_S = 1.0
 """Minimum length of a look: kernels count in ticks, and single steps differ."""
 LOOK_STEPS = 8
@@ -46,28 +48,6 @@ MOST_HOLD_S = 3600.0
 """A change that did not help is tried again after a minute, then after twice as long each time, up to an hour."""
 
 Event = dict[str, Any]
-
-
-class Adjustable(Protocol):
-    """A loader whose set-up may change while it runs (stoker.loader.loader.BatchLoader)."""
-
-    @property
-    def setup(self) -> LoaderSetup | None: ...
-
-    @property
-    def batch_bytes(self) -> int: ...
-
-    @property
-    def most_in_flight(self) -> int: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-    def ready(self) -> int: ...
-
-    def held_back_by(self) -> HeldBack | None: ...
-
-    def adjust(self, setup: LoaderSetup) -> None: ...
 
 
 @dataclass
@@ -114,7 +94,7 @@ class LoaderAdjuster:
         self._look_s = look_s
         self._look_steps = look_steps
         self._hold_s = hold_s
-        self._loader: Adjustable | None = None
+        self._loader: BatchLoader[Any] | None = None
         self._setup: LoaderSetup | None = None
         """What has been kept so far; another loader of the run gets it, too."""
         self._first_requests = 0
@@ -132,12 +112,13 @@ class LoaderAdjuster:
         """Nothing is being tried, and whatever might help was tried not long ago."""
         self._begin(_Mark())
 
-    def after_step(self, loader: Adjustable, clock: StepClock) -> Event | None:
+    def after_step(self, loader: BatchLoader[Any], clock: StepClock) -> Event | None:
         """What was decided after this step, if anything: a record for the run's files."""
-        if loader.setup is None or loader.setup.workers == 0:
+        setup = loader.setup
+        if setup is None or setup.workers == 0:
             return None
         if loader is not self._loader:
-            self._adopt(loader)
+            self._adopt(loader, setup)
         if clock.steps <= self._steps:  # another epoch: the rest of the last one is not looked at
             self._begin(_Mark())
         self._steps = clock.steps
@@ -156,16 +137,15 @@ class LoaderAdjuster:
         # The sums of an epoch include the wait for its first batch, which no set-up of the loader can hide.
         if steps < self._look_steps or clock.total_s - self._mark.seconds < self._look_s:
             return None
-        look = self._look(loader, clock)
+        look = self._look(loader, setup, clock)
         if self._is_stall(look):
             return None
         self._looks.append(look)
-        return self._decide(loader) if trial is None else self._judge(loader, trial)
+        return self._decide(loader, setup) if trial is None else self._judge(loader, trial)
 
-    def _adopt(self, loader: Adjustable) -> None:
+    def _adopt(self, loader: BatchLoader[Any], setup: LoaderSetup) -> None:
         """Takes over the loader of another image size: with the same set-up, and everything may be tried again."""
-        self._loader, setup = loader, loader.setup
-        assert setup is not None
+        self._loader = loader
         self._first_requests = self._first_requests or setup.requests
         if self._setup is not None:
             loader.adjust(self._setup)
@@ -182,13 +162,12 @@ class LoaderAdjuster:
         self._queued_s, self._ran_s = run_queue_s(), time.thread_time()
         self._ready, self._asked = 0.0, 0
 
-    def _look(self, loader: Adjustable, clock: StepClock) -> Look:
+    def _look(self, loader: BatchLoader[Any], setup: LoaderSetup, clock: StepClock) -> Look:
         before, now = self._mark, _mark(clock)
         first_s = (clock.first_wait_s or 0.0) if before.steps == 0 else 0.0
         seconds = max(1e-9, now.seconds - before.seconds - first_s)
         made_s = max(1e-9, now.made_s - before.made_s)
-        queued_s, setup = run_queue_s(), loader.setup
-        assert setup is not None
+        queued_s = run_queue_s()
         crowded_s = None if queued_s is None or self._queued_s is None else queued_s - self._queued_s
         cpu_s = None if now.cpu_s is None or before.cpu_s is None else now.cpu_s - before.cpu_s
         look = Look(
@@ -215,10 +194,8 @@ class LoaderAdjuster:
         self._stalls = self._stalls + 1 if stalled else 0
         return 0 < self._stalls <= MOST_STALLS
 
-    def _decide(self, loader: Adjustable) -> Event | None:
+    def _decide(self, loader: BatchLoader[Any], setup: LoaderSetup) -> Event | None:
         """Begins a trial, if something may help."""
-        setup = loader.setup
-        assert setup is not None
         del self._looks[:-LOOKS]
         self._idle_looks = self._idle_looks + 1 if is_idle(self._looks[-1]) else 0
         if len(self._looks) < LOOKS or not is_steady(self._looks):
@@ -236,7 +213,7 @@ class LoaderAdjuster:
         self.is_settled = True
         return None
 
-    def _judge(self, loader: Adjustable, trial: _Trial) -> Event | None:
+    def _judge(self, loader: BatchLoader[Any], trial: _Trial) -> Event | None:
         """Keeps or undoes the change that was tried, once there is enough to compare."""
         if len(self._looks) < LOOKS:
             return None
@@ -250,7 +227,7 @@ class LoaderAdjuster:
         self._idle_looks = 0
         return _event("kept", change, rate_before=mean_of(trial.before).rate, rate_after=mean_of(self._looks).rate)
 
-    def _undo(self, loader: Adjustable, why: str) -> Event:
+    def _undo(self, loader: BatchLoader[Any], why: str) -> Event:
         trial = self._trial
         assert trial is not None
         assert self._setup is not None
@@ -266,10 +243,8 @@ class LoaderAdjuster:
         _, times = self._held.get((knob, is_more), (0.0, 0))
         self._held[knob, is_more] = time.monotonic() + min(MOST_HOLD_S, self._hold_s * 2**times), times + 1
 
-    def _room(self, loader: Adjustable) -> MemoryRoom:
+    def _room(self, loader: BatchLoader[Any]) -> MemoryRoom:
         state = self._read()
-        setup = loader.setup
-        assert setup is not None
         spare = None
         if state is not None:
             # Twice the mark below which the prefetch is reduced, as for raising that again.

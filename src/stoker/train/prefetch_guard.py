@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from stoker.core.console import Say
 from stoker.core.units import size_text
 from stoker.profile.memory import MemoryState, read_memory
+
+if TYPE_CHECKING:
+    from stoker.loader.loader import BatchLoader
 
 CHECK_EVERY_S = 1.0
 # Acts before earlyoom, which kills processes when 10 % of the memory is left; but 8 GB are enough on any host.
@@ -28,21 +31,6 @@ SETTLE_S = 5.0
 # A peak such as validation or another job on the host is over by then. A run that shrinks a second time has a leak or
 # is too large, and stays small.
 GROW_AFTER_S = 600.0
-
-
-class Shrinkable(Protocol):
-    """A loader whose batches in flight can be limited (stoker.loader.loader.ImageLoader)."""
-
-    @property
-    def workers(self) -> int: ...
-
-    @property
-    def batch_bytes(self) -> int: ...
-
-    @property
-    def most_in_flight(self) -> int: ...
-
-    def limit_prefetch(self, batches: int) -> None: ...
 
 
 class PrefetchGuard:
@@ -65,7 +53,7 @@ class PrefetchGuard:
         self._every_s = every_s
         self._settle_s = settle_s
         self._grow_after_s = grow_after_s
-        self._loader: Shrinkable | None = None
+        self._loader: BatchLoader[Any] | None = None
         self._levels: list[int] = []
         self._level = 0
         """Position in `_levels`; kept when the loader changes."""
@@ -74,7 +62,7 @@ class PrefetchGuard:
         self._calm_since: float | None = None
         self._times_shrunk = 0
 
-    def check(self, loader: Shrinkable) -> None:
+    def check(self, loader: BatchLoader[Any]) -> None:
         """Looks at memory, at most once a second, and reduces the loader's batches in flight if it runs low."""
         if loader is not self._loader or loader.most_in_flight != self._levels[0]:
             self._adopt(loader)
@@ -93,7 +81,7 @@ class PrefetchGuard:
         elif self._level:
             self._maybe_grow(state, now, low)
 
-    def _adopt(self, loader: Shrinkable) -> None:
+    def _adopt(self, loader: BatchLoader[Any]) -> None:
         """Applies the current limit to another loader (another image size, or validation), or to one with other
         workers."""
         self._loader = loader

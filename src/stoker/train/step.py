@@ -50,11 +50,6 @@ class Pending(NamedTuple):
     """May be called again: an attempt that runs out of memory is repeated."""
 
 
-def ready(batch: Prepared) -> Pending:
-    """A batch that is already prepared."""
-    return Pending(len(batch.labels), lambda: batch)
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What one step computed; tensors stay on the device."""

@@ -13,8 +13,7 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
 
     Raises stoker.core.errors.UserError if there is none, or if it is damaged. No code in the file is ever run.
     """
-    from stoker.run.finished import best_checkpoint
-    from stoker.run.folder import RunFolder
+    from stoker.run.folder import RunFolder, best_checkpoint
     from stoker.tasks.base import metric_of
     from stoker.train.checkpoint.format import peek, read_checkpoint
 

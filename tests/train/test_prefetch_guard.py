@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from stoker.profile.memory import MemoryState
-from stoker.train.prefetch_guard import GROW_AFTER_S, SETTLE_S, PrefetchGuard, in_flight_levels
+from stoker.train.loader_adjuster import GROW_AFTER_S, SETTLE_S, PrefetchGuard, in_flight_levels
 
 GB = 1_000_000_000
 

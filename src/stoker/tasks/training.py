@@ -16,8 +16,7 @@ from stoker.core.errors import Interrupted, Preempted, StokerError
 from stoker.profile.clock_file import ClockFile
 from stoker.profile.host import HostConfig, HostWatch, Machine, usable_cpus
 from stoker.profile.numa import bind_rank
-from stoker.run.finished import best_checkpoint, next_lines
-from stoker.run.folder import RunFolder, record_config
+from stoker.run.folder import RunFolder, best_checkpoint, next_lines, record_config
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.base import RunData, metric_of, task_for

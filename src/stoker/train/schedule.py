@@ -128,7 +128,6 @@ def default_resize_epochs(epochs: int) -> int:
 
 
 def all_sizes(start: int | None, final: int, epochs_until: int) -> list[int]:
-    """Every image size of a run, smallest first."""
     return sorted({image_size(epoch, start, final, epochs_until) for epoch in range(epochs_until + 1)})
 
 
@@ -156,7 +155,6 @@ class Progress:
     """Epochs since then."""
 
     def add_score(self, value: float, min_delta: float, metric: Metric = ACC1) -> None:
-        """Takes an epoch's value of the run's metric."""
         if metric.improves(value, self.best):
             self.best = value
         if metric.improves(value, self.to_beat, min_delta):

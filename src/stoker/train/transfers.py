@@ -8,8 +8,8 @@ the device goes through an `Uploader`, which keeps the source alive until the de
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -120,9 +120,15 @@ class Uploader:
             return make()
         self._hold_back(self.queue)
         self._copying = copying
-        with self._aside(self.queue) as ready:
-            made = make()
-        self.queue.join(ready[0], made.tensors)
+        with self.queue.aside():
+            try:
+                made = make()
+            finally:
+                # Also after an error: copies that were started still read their sources.
+                ready = self.queue.mark()
+                self._in_flight.append((ready, self._sources))
+                self._sources = []
+        self.queue.join(ready, made.tensors)
         return made
 
     def fetch(self, source: Tensor) -> Callable[[], list[float]]:
@@ -130,19 +136,6 @@ class Uploader:
         if self.queue is None:
             return source.tolist
         return self.queue.fetch(source)
-
-    @contextmanager
-    def _aside(self, queue: CudaQueue) -> Iterator[list[torch.cuda.Event]]:
-        ready: list[torch.cuda.Event] = []
-        with queue.aside():
-            try:
-                yield ready
-            finally:
-                # Also after an error: copies that were started still read their sources.
-                mark = queue.mark()
-                ready.append(mark)
-                self._in_flight.append((mark, self._sources))
-                self._sources = []
 
     def _hold_back(self, queue: CudaQueue) -> None:
         self._model_work.append(queue.mark())

@@ -31,8 +31,7 @@ from torchvision import transforms
 from bench.rounds import Spread, keep
 from stoker.attach import fetching, sampling, session
 from stoker.attach.session import start
-from stoker.attach.stage_clock import DECODE
-from stoker.attach.stages import timed
+from stoker.attach.stages import DECODE, timed
 
 LARGEST_RATIO = 1.02
 """For 20 ms steps."""

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from PIL import Image
+from tests.tasks.augment.images import apply_policy
 from timm.data.auto_augment import rand_augment_transform
 
 from bench.rounds import interleave, keep, ratio
 from stoker.loader.rng import Keys, sample_keys
-from stoker.tasks.images.augment.layers import apply_policy
 from stoker.tasks.images.augment.mixing import Mixer, fill_targets, mix_images, target_rows
 from stoker.tasks.images.augment.pipeline import (
     IMAGENET_MEAN,

@@ -55,7 +55,7 @@ OBJECTS = 2000
 """Each is read once an epoch: the look-ahead would keep one that comes twice."""
 BLOCKED_S, COMPUTED_S = 0.08, 0.01
 FAST_S = 0.005
-# Of what one worker makes.
+# A share of what one worker makes.
 SLOW = 0.6
 WARM_UP_STEPS = 8
 MOST_SETTLING_S = 45.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import interleave, keep, ratio
-from stoker.tasks.images.layouts.kept_index import building, keeping_folder, write_kept
-from stoker.tasks.images.layouts.listing import ClassListing, Seen, index_of_classes
+from stoker.tasks.images.layouts.kept_index import KeptIndex, Seen, building, keeping_folder, write_kept
+from stoker.tasks.images.layouts.listing import ClassListing, index_of_classes
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import SampleIndex, checksum, pack_names, present_arrays
 
@@ -50,7 +51,8 @@ def keep_made_up_index(root: Path, index_dir: Path, entries: int) -> SampleIndex
     place = str(root / "train")
     kept = keeping_folder(place, index_dir)
     with building(kept):
-        return write_kept(kept, index_of_classes(place, listings), listings).index
+        made = KeptIndex(index_of_classes(place, listings), {one.name: one.seen for one in listings})
+        return write_kept(kept, made).index
 
 
 def python_list(entries: int) -> list[tuple[str, int]]:
@@ -96,11 +98,17 @@ def image_folder(root: Path) -> Any:
     return ImageFolder(str(root / "train"))
 
 
-def open_kept(which: str, folder: Path, entries: int, rebuild: bool = False) -> None:
+def open_kept(which: str, folder: Path, entries: int, kept: str = "kept") -> None:
     """Startup: finds the saved index, checks every class folder for changes, reads all labels and one name."""
-    index = open_index(str(folder / which), "train", index_dir=folder / "kept", rebuild=rebuild)
+    index = open_index(str(folder / which), "train", index_dir=folder / kept)
     assert len(index) == entries
     assert index.name(entries - 1).endswith(file_name(CLASSES - 1, entries // CLASSES - 1))
+
+
+def list_anew(folder: Path, entries: int) -> None:
+    """The first start."""
+    shutil.rmtree(folder / "anew", ignore_errors=True)
+    open_kept("tree", folder, entries, "anew")
 
 
 def main() -> int:
@@ -124,7 +132,7 @@ def main() -> int:
             {
                 "million: checksums": lambda: seconds(lambda: [*map(checksum, present_arrays(index).values())]),
                 "million: start": lambda: seconds(lambda: open_kept("million", folder, entries)),
-                "tree: first listing": lambda: seconds(lambda: open_kept("tree", folder, files, rebuild=True)),
+                "tree: first listing": lambda: seconds(lambda: list_anew(folder, files)),
                 "tree: start": lambda: seconds(lambda: open_kept("tree", folder, files)),
                 "tree: ImageFolder": lambda: seconds(lambda: image_folder(folder / "tree")),
             },

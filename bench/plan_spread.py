@@ -48,7 +48,7 @@ def largest_difference(spread: Spread) -> float:
 
 
 def share_within(spread: Spread, most: float) -> float:
-    """Of all pairs of measurements, the share that differ by at most so much."""
+    """The share of all pairs of measurements that differ by at most `most`."""
     pairs = list(itertools.combinations(spread.values, 2))
     return sum(max(pair) / min(pair) - 1 <= most for pair in pairs) / len(pairs)
 

@@ -29,9 +29,18 @@ from bench.rounds import Spread, interleave, keep
 from stoker.loader.rng import sample_keys
 from stoker.tasks.images.decode.crops import CropDraws, CropRange, RandomCrop, draw_crops
 from stoker.tasks.images.decode.decoders import available_decoders, load_decoder
-from stoker.tasks.images.decode.decoding import DecodeMode, Decoding, stored_box
+from stoker.tasks.images.decode.decoding import (
+    RESAMPLING,
+    DecodeMode,
+    Decoding,
+    Interpolation,
+    antialias_into,
+    draft_into,
+    pack,
+    resize_into,
+    stored_box,
+)
 from stoker.tasks.images.decode.headers import Box, ImageHeader
-from stoker.tasks.images.decode.resizing import RESAMPLING, Interpolation, antialias_into, draft_into, pack, resize_into
 
 SIZE = 224
 LUMA = np.array([0.299, 0.587, 0.114], np.float32)

@@ -22,8 +22,7 @@ from tests.support.staging import files_of, kill_at_random_moments
 from bench.rounds import keep
 from stoker.io.local_copy import LocalCopy
 from stoker.io.object_store import Patience
-from stoker.stage.checking import verify_copy
-from stoker.stage.copying import copy_all, find_work
+from stoker.stage.copying import copy_all, find_work, verify_copy
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions
 from stoker.tasks.base import Selection

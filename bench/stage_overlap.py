@@ -31,6 +31,7 @@ from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tasks.images import classify
 from stoker.tasks.images.data import open_data, open_loader
 from stoker.tasks.images.image_loader import ImageLoader
+from stoker.tasks.images.image_staging import stage_images
 from stoker.tasks.staging import Staging
 from stoker.train.ranks import Ranks
 
@@ -60,7 +61,7 @@ def opened(root: str, work: Path, *overrides: str) -> Opened:
     loaded = load_config(None, [*words, f"num_workers={WORKERS}", *overrides]).config
     config, _ = fit_to_machine(loaded, read_machine())
     data = open_data(config, lambda _line: None)
-    staging = classify.open_staging(config, data, Ranks(), lambda _line: None)
+    staging = stage_images(config, data, Ranks(), lambda _line: None)
     plan = classify.checked_training_plan(config, data, Ranks())
     if staging is None:
         return Opened(open_loader(config, plan, workers=WORKERS), None)

@@ -28,7 +28,7 @@ LOADER_ALONE: Settings = {"num_workers": 2, "loader": "thread", "prefetch_factor
 """What a pace is relative to, with far look-ahead and large caches."""
 TAKES_NO_TIME_S = 1e-4
 WORTH_A_SECOND_RUN, MOST_SECOND_RUNS = 0.9, 3
-"""Of the best so far: a point of the grid below this is not measured again, nor one that so many were faster than."""
+"""A share of the best so far: a point of the grid below it is not measured again, nor one that so many others beat."""
 
 
 @dataclass
@@ -41,14 +41,14 @@ class Bed:
     machine: Machine
     pace_s: float
     loader_samples_per_second: float
-    """Of two threads, when nobody waits."""
+    """Samples per second of two threads, when nobody waits."""
     ram_bytes: int | None
     start: Settings
     fits: Fits
     server: ForkServer
     """Shared by all trials of the scenario; each scenario has its own, with the addresses of its server."""
     ledgers: set[str] = field(default_factory=set)
-    """Of every trial."""
+    """What each trial trained on."""
     trials: int = 0
 
     @property
@@ -178,7 +178,7 @@ class Row:
         return sum(self.values) / len(self.values) if self.values else 0.0
 
     def value(self, number: int) -> float:
-        """Of a round; points far from the best have one only."""
+        """The value of a round; points far from the best have only one."""
         return self.values[min(number, len(self.values) - 1)]
 
 

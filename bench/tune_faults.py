@@ -33,7 +33,7 @@ LEAST_PATIENCE_S = 15.0
 LITTLE_MEMORY = 150_000_000
 """Less than torch takes."""
 ADDRESSES = 1_500_000_000
-"""Of a process, fewer than torch's libraries need."""
+"""Address space of a process, less than torch's libraries need."""
 STARTING_S = 0.03
 """After the start of the process: while it opens its data."""
 BUDGET_S = 20 * 60.0
@@ -74,7 +74,7 @@ class Fault:
 
     name: str
     trials: tuple[int, ...]
-    """Of two searches, counted from 0: the first two are of the original settings."""
+    """The trials that are hit in two searches, counted from 0: the first two have the original settings."""
     starting: Hit | None = None
     measuring: Hit | None = None
     data: str | None = None

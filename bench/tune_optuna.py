@@ -26,7 +26,7 @@ from stoker.tune.space import MOST_LOOKAHEAD
 from stoker.tune.trials import MOST_TRIALS
 
 CACHES = (0, 256 * MB, 1024 * MB, 4096 * MB)
-"""That tune would try, one after the other."""
+"""Values that tune would try, one after the other."""
 NEARLY_ALWAYS = 0.9
 """Share of the seeds that must be within 5 %, to say how many trials are needed."""
 

@@ -46,7 +46,7 @@ class Scenario:
     start: Settings
     axes: Axes = field(default_factory=lambda: LOADER)
     keys: Mapping[str, object] = field(default_factory=dict)
-    """Of the config, besides those that are tuned."""
+    """Keys of the config, besides those that are tuned."""
     pace: float = NEVER_LIMITS
     """Samples per second that the consumer takes, relative to what two threads deliver: absolute paces would limit on
     one machine and not on another."""
@@ -133,7 +133,7 @@ SCENARIOS = (
 FAULTY = Scenario(
     "faults", "cpu", "photos", {"num_workers": 1, "loader": "process", "prefetch_factor": 1}, keys=_PHOTOS
 )
-"""Of the searches with faults: the engine is always tried, whatever is predicted, so there are trials to hit."""
+"""What is searched with faults: the engine is always tried, whatever is predicted, so there are trials to hit."""
 
 
 def points_of(scenario: Scenario, start: Settings) -> list[Settings]:

@@ -51,7 +51,7 @@ def predict(argument: dict[str, Any]) -> dict[str, Any]:
     from stoker.config import load_config
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.tasks.volumes.patches.labels import LabelRules
-    from stoker.tasks.volumes.predict.manifest import PredictionOptions
+    from stoker.tasks.volumes.predict.output import PredictionOptions
     from stoker.tasks.volumes.predict.postprocess import parse_chain
     from stoker.tasks.volumes.predict.predict_folder import cases_to_predict, predict_folder
     from stoker.tasks.volumes.segment import TrainedVolumeModel

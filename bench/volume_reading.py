@@ -175,7 +175,7 @@ def measure_cold(contender: Contender, work: Path, arguments: argparse.Namespace
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files in a contender's data."""
+    """Bytes of all files in a contender's data."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

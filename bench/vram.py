@@ -27,7 +27,7 @@ from bench.rounds import keep
 from bench.vram_networks import DilatedFcn, nnunet, planned_patch
 from stoker.plan.allocator import plain_peak, replay
 from stoker.plan.tracing import Trace, trace_step
-from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, vram_budget
+from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, trace_vram
 from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.train.optimizers import build_optimizer
@@ -239,7 +239,7 @@ def _plan_here() -> dict[str, Any]:
     config = load_config(path, ["data_root=/nowhere"]).config
     began, wall = time.process_time(), time.perf_counter()
     step = replace(traceable_step(config, 1000), ahead=False)  # Lightning's loop, which has one batch on the device
-    budget = vram_budget(step, limit_bytes=A10G_BYTES, compiled=config.compile_model)
+    budget, _ = trace_vram(step, limit_bytes=A10G_BYTES, compiled=config.compile_model)
     return {
         "cpu_s": round(time.process_time() - began, 1),
         "wall_s": round(time.perf_counter() - wall, 1),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 LEAST_S, SECONDS_PER_BYTE = 0.5e-3, 30e-9
-"""Of an image: about twice what a photo took here."""
+"""CPU time of an image: about twice what a photo took here."""
 PATCH_S = 3e-3
 """Several times what copying a patch and its label took here."""
 BLOCK = memoryview(bytes(4_000_000))

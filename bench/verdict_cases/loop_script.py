@@ -25,15 +25,15 @@ class Mistakes:
     workers: int = 2
     batch: int = 8
     samples: int = 400_000
-    """Of an epoch."""
+    """Samples of an epoch."""
     step_ms: float = 10.0
     sample_ms: float = 0.2
     keep_kb: int = 0
-    """Of every sample, in what `keep_in` names: a list, a list of 32 entries that are replaced, a dict by index, a list
-    of the module, or losses and sums of them in the loop."""
+    """What every sample leaves behind, in what `keep_in` names: a list, a list of 32 entries that are replaced, a dict
+    by index, a list of the module, or losses and sums of them in the loop."""
     keep_in: str = "list"
     threads: int = 1
-    """Of torch, in the loop."""
+    """Threads of torch in the loop."""
     layers: int = 0
     """Small linear layers that a step computes besides."""
     rivals: int = 0
@@ -56,7 +56,7 @@ class Mistakes:
     """For each of its samples."""
     benchmark: bool = False
     sides: tuple[int, ...] = (8,)
-    """Of the images, in turn."""
+    """Sides of the images, in turn."""
 
 
 class Samples(Dataset[Any]):

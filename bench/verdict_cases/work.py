@@ -27,7 +27,7 @@ class Faults:
     batch: int = 8
     step_ms: float = 5.0
     step_cpu_ms: float = 0.0
-    """Of all cores in each step, if nothing else needed them: a model that computes on the CPU."""
+    """CPU time of each step on all cores, if nothing else needed them: a model that computes on the CPU."""
     seconds: float = 4.0
     epoch_batches: int = 100_000
     sleep_ms: float = 0.0

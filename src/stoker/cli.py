@@ -13,7 +13,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from stoker import __version__
-from stoker.core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Interrupted, StokerError, UsageError, nearest
+from stoker.core.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    Interrupted,
+    StokerError,
+    UsageError,
+    as_out_of_memory,
+    nearest,
+    refuse_few_addresses,
+)
 from stoker.core.signals import Notice, listening_from_the_start
 
 if TYPE_CHECKING:
@@ -86,8 +96,6 @@ def _run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:
-        from stoker.core.out_of_memory import as_out_of_memory
-
         no_memory = as_out_of_memory(error)
         return _end_with_bug(error) if no_memory is None else _end_with(no_memory, arguments)
 
@@ -109,8 +117,6 @@ def _dispatch(arguments: list[str]) -> int:
         hint = f"stoker {similar} --help" if similar else "stoker --help"
         raise UsageError(f"unknown-{what}", f"{first!r} is not {article} {what} of stoker", hint=hint)
     if first not in WITHOUT_TORCH and "--help" not in arguments:
-        from stoker.core.out_of_memory import refuse_few_addresses
-
         refuse_few_addresses()
     return _run_typer(arguments, [first])
 

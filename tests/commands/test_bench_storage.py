@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from stoker.cli import main
-from stoker.io.storage_profile import SMALL_READ, Round, StorageProfile, small_targets
+from stoker.io.storage_profile import SMALL_READ, StorageProfile, small_targets
+from stoker.io.storage_speed import Round
 from stoker.plan.break_even import appetites, storage_text
 from tests.support.s3_server import S3Server
 

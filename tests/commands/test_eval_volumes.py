@@ -69,10 +69,10 @@ def test_the_validation_fold_is_scored_volume_by_volume_the_worst_first(
         prediction = tifffile.imread(predicted / f"{case.id}.tif")
         label = read_label(case, chosen.volumes, trained.rules)
         expected = score_volume(case.id, prediction, label, classes=2, ignore=2)
-        assert expected.dice is not None
-        assert expected.surface_dice is not None
-        assert one["dice"] == pytest.approx(100 * expected.dice)
-        assert one["surface_dice"] == pytest.approx(100 * expected.surface_dice)
+        assert expected.mean.dice is not None
+        assert expected.mean.surface_dice is not None
+        assert one["dice"] == pytest.approx(100 * expected.mean.dice)
+        assert one["surface_dice"] == pytest.approx(100 * expected.mean.surface_dice)
     dices = [one["dice"] for one in found["volumes"]]
     assert dices == sorted(dices)
     assert found["mean"]["dice"] == pytest.approx(sum(dices) / 2)

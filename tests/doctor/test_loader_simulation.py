@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,27 +17,22 @@ def rate(setup: Setup, batch: ThreadWork, step: ThreadWork = LIGHT[0], count: in
 
 
 @pytest.mark.parametrize("round_robin", [True, False])
-def test_one_worker_makes_a_batch_at_a_time(round_robin: bool) -> None:
+def test_one_worker_makes_a_batch_at_a_time_and_a_slow_consumer_sets_the_pace(round_robin: bool) -> None:
     setup = replace(ROOMY, round_robin=round_robin)
     assert rate(setup, ThreadWork(0.01, 0.03)) == pytest.approx(1 / 0.04, rel=0.01)
-
-
-@pytest.mark.parametrize("round_robin", [True, False])
-def test_a_slow_consumer_sets_the_pace(round_robin: bool) -> None:
-    setup = replace(ROOMY, round_robin=round_robin)
     found = simulate(setup, [ThreadWork(0.0, 0.02)] * 240, [ThreadWork(0.0, 0.05)])
     assert found.batches_per_second == pytest.approx(20, rel=0.01)
     assert found.wait_share == pytest.approx(0.0, abs=0.01)
 
 
-@pytest.mark.parametrize("workers", [2, 4, 8])
+@pytest.mark.parametrize("workers", [2, 8])
 @pytest.mark.parametrize("round_robin", [True, False])
 def test_workers_that_wait_scale_beyond_the_cores(workers: int, round_robin: bool) -> None:
     setup = Setup(workers=workers, round_robin=round_robin, cores=1)
     assert rate(setup, ThreadWork(0.0, 0.04)) == pytest.approx(workers / 0.04, rel=0.02)
 
 
-@pytest.mark.parametrize(("workers", "cores"), [(1, 2), (2, 2), (4, 2), (8, 3), (6, 1.5)])
+@pytest.mark.parametrize(("workers", "cores"), [(1, 2), (4, 2), (6, 1.5)])
 def test_workers_that_compute_scale_up_to_the_cores(workers: int, cores: float) -> None:
     setup = Setup(workers=workers, cores=cores)
     assert rate(setup, ThreadWork(0.04, 0.0)) == pytest.approx(min(workers, cores) / 0.04, rel=0.03)
@@ -73,9 +67,3 @@ def test_the_next_free_thread_takes_the_next_batch_but_a_workers_batches_wait_fo
     shared = simulate(Setup(workers=2, prefetch=8, cores=4, round_robin=False), batches, LIGHT)
     assert turns.batches_per_second == pytest.approx(2 / 0.03, rel=0.03)
     assert shared.batches_per_second == pytest.approx(2 / 0.02, rel=0.03)
-
-
-def test_hundreds_of_batches_take_a_moment() -> None:
-    began = time.process_time()
-    simulate(Setup(workers=16, cores=8), [ThreadWork(0.01, 0.01)] * 400, LIGHT)
-    assert time.process_time() - began < 1.0

@@ -10,7 +10,7 @@ from stoker.core.errors import UsageError
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.doctor.pacing import paced, read_script_pace, step_time_s
 from stoker.doctor.screen import doctor_text
-from stoker.doctor.script.traced_step import TracedStep
+from stoker.doctor.script.recording import TracedStep
 from stoker.plan.records import TracedOp
 from stoker.plan.roofline import PRODUCT_EFFICIENCY
 from stoker.profile.datasheets import load_datasheet
@@ -71,14 +71,11 @@ def test_what_autocast_would_do_on_a_gpu_counts_in_16_bits() -> None:
     assert only_update.seconds_on(card) == replace(only_update, wanted_dtype=None).seconds_on(card)
 
 
-def test_a_slow_consumer_does_not_wait() -> None:
+def test_a_slow_consumer_does_not_wait_and_too_few_batches_are_not_simulated() -> None:
     seen = paced(HIDDEN, 8.0)
     assert seen is not None
     assert seen.wait_share == pytest.approx(0.0, abs=0.01)
     assert seen.elapsed_s == pytest.approx(8.0 * STEPS, rel=0.01)
-
-
-def test_too_few_batches_are_not_simulated() -> None:
     assert paced(healthy(batches=batches(cpu=1.0, count=3)), 0.4) is None
 
 

@@ -122,16 +122,11 @@ def test_workers_that_take_turns_are_predicted_no_gain() -> None:
     assert {p.id for p in what_if(seen, takes_turns=True)}.isdisjoint({"workers", "prefetch"})
 
 
-@pytest.mark.parametrize("lost", ["batches", "steps_s"])
-def test_without_measurements_nothing_is_predicted(lost: str) -> None:
-    assert what_if(replace(observed(cpu=0.01, blocked=0.01), **{lost: ()})) == ()
-    assert what_if(replace(observed(cpu=0.01, blocked=0.01), loader=None)) == ()
-
-
-def test_unattributed_time_is_not_guessed() -> None:
+def test_without_measurements_nothing_is_predicted() -> None:
     seen = observed(cpu=0.01, blocked=0.01)
     bare = tuple(replace(batch, cpu_s=None, runq_s=None, blocked_s=None) for batch in seen.batches)
-    assert what_if(replace(seen, batches=bare)) == ()
+    for lost in ({"batches": ()}, {"steps_s": ()}, {"loader": None}, {"batches": bare}):
+        assert what_if(replace(seen, **lost)) == ()
 
 
 def test_the_interval_is_wider_where_batches_vary() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.core.out_of_memory import LEAST_ADDRESS_BYTES, as_out_of_memory
+from stoker.core.errors import LEAST_ADDRESS_BYTES, as_out_of_memory
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import last_state, write_config, write_images
 

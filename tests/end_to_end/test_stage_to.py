@@ -22,6 +22,7 @@ from stoker.loader.loader import BatchLoader
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tasks.images import classify
 from stoker.tasks.images.data import open_data, open_loader
+from stoker.tasks.images.image_staging import stage_images
 from stoker.tasks.staging import Staging
 from stoker.tasks.volumes import data as volumes
 from stoker.tasks.volumes import segment
@@ -63,7 +64,7 @@ def open_images(root: str | Path, *overrides: str) -> Read:
     config, _ = fit_to_machine(load_config(None, ["num_workers=2", *words]).config, read_machine())
     said: list[str] = []
     data = open_data(config, said.append)
-    staging = classify.open_staging(config, data, Ranks(), said.append)
+    staging = stage_images(config, data, Ranks(), said.append)
     plan = classify.checked_training_plan(config, data, Ranks())
     keys: dict[str, Any] = {} if staging is None else {"copy": staging.place, "follow": staging.follow}
     return open_loader(config, plan, workers=config.num_workers, **keys), staging, said

@@ -8,7 +8,7 @@ import pytest
 import timm
 import yaml
 
-from stoker.profile.flops import training_flops_per_image
+from stoker.train.compute import training_flops_per_image
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import metrics, write_config
 

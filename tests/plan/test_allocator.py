@@ -21,12 +21,9 @@ def test_each_size_class_has_its_segment() -> None:
     ]  # fmt: skip
 
 
-def test_a_third_megabyte_needs_a_second_small_segment() -> None:
+def test_a_full_segment_is_followed_by_another_and_freed_memory_is_reused_and_not_returned_to_the_driver() -> None:
     assert replay([0, 1], [MB, MB]).reserved_peak == 2 * MB
     assert replay([0, 1, 2], [MB, MB, 512]).reserved_peak == 4 * MB
-
-
-def test_freed_memory_is_reused_and_not_returned_to_the_driver() -> None:
     usage = replay([0, ~0, 1, ~1], [50 * MB, 50 * MB])
     assert usage.reserved_peak == 50 * MB
     assert usage.given_back == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.plan.break_even import Room, break_even, break_even_text, staging_fix
-from stoker.profile.local_disk import find_local_disk
+from stoker.profile.mounts import find_local_disk
 
 
 def test_a_copy_pays_off_by_what_the_source_the_disk_and_the_consumer_reach() -> None:

@@ -12,7 +12,6 @@ from stoker.plan.host_memory import (
     HostShape,
     LoaderSettings,
     open_files_budget,
-    pinned_bytes,
     ram_budget,
     shm_budget,
     torch_loader_bytes,
@@ -26,28 +25,13 @@ THREADS = replace(PROCESSES, engine="thread")
 BATCH_BYTES = 256 * SAMPLE_BYTES
 
 
-def test_a_float_batch_of_256_has_the_reported_size() -> None:
-    assert torch_loader_bytes(1, 1, 256, SAMPLE_BYTES) == pytest.approx(230_000_000)
-    assert 256 * 3 * 224 * 224 * 4 == 154_140_672
-
-
 @pytest.mark.parametrize(
     ("workers", "prefetch", "verdict"),
-    [(12, 3, "safe"), (8, 4, "safe"), (16, 4, "risky"), (32, 8, "refused")],
+    [(12, 3, "safe"), (16, 4, "risky"), (32, 8, "refused")],
 )
 def test_the_table_for_62_gb_is_reproduced(workers: int, prefetch: int, verdict: str) -> None:
+    assert torch_loader_bytes(1, 1, 256, SAMPLE_BYTES) == pytest.approx(230_000_000)
     assert torch_loader_verdict(workers, prefetch, 256, SAMPLE_BYTES, 62 * GB) == verdict
-
-
-def test_more_memory_never_makes_a_verdict_worse_and_more_workers_never_better() -> None:
-    order = ["refused", "risky", "safe"]
-    by_memory = [order.index(torch_loader_verdict(16, 4, 256, SAMPLE_BYTES, size * GB)) for size in range(8, 200, 4)]
-    assert by_memory == sorted(by_memory)
-    assert (by_memory[0], by_memory[-1]) == (0, 2)
-    by_workers = [
-        order.index(torch_loader_verdict(workers, 4, 256, SAMPLE_BYTES, 62 * GB)) for workers in range(1, 128)
-    ]
-    assert by_workers == sorted(by_workers, reverse=True)
 
 
 def test_our_batches_take_a_quarter_of_the_float_ones() -> None:
@@ -109,13 +93,10 @@ def test_a_validation_loader_takes_as_much_again_where_workers_persist() -> None
     assert shm_budget(beside, None).needed == 2 * shm_budget(alone, None).needed
 
 
-def test_a_container_with_64_mb_of_shared_memory_is_refused_for_processes() -> None:
+def test_a_container_with_64_mb_of_shared_memory_and_a_batch_that_no_host_holds_are_refused() -> None:
     budget = shm_budget(HostShape(PROCESSES, processes=2), 64 * 2**20)
     assert budget.needed == 2 * 38 * BATCH_BYTES
     assert budget.fits is False
-
-
-def test_a_batch_that_no_host_holds_does_not_fit() -> None:
     assert ram_budget(HostShape(replace(PROCESSES, batch=65_536)), limit_bytes=62 * GB).fits is False
 
 
@@ -139,14 +120,7 @@ def test_batches_of_an_accumulated_update_are_counted(engine: LoaderSettings, in
     assert accumulated.shared_bytes == (accumulated.batches * BATCH_BYTES if engine is PROCESSES else 0)
 
 
-def test_page_locked_memory_is_batches_and_the_checkpoint_copy_and_none_without_a_gpu() -> None:
-    shape = HostShape(PROCESSES, on_gpu=True, pinned=True, state_bytes=GB)
-    assert pinned_bytes(shape) == 38 * BATCH_BYTES + GB
-    assert pinned_bytes(replace(shape, on_gpu=False)) == 0
-    assert pinned_bytes(replace(shape, pinned=False)) == 0
-
-
-def test_open_files_grow_with_workers_and_slots() -> None:
+def test_open_files_grow_with_workers_slots_and_shards_in_the_training_process_or_a_worker() -> None:
     few = open_files_budget(HostShape(replace(PROCESSES, workers=2)), 1024)
     assert few.fits
     many = open_files_budget(HostShape(replace(PROCESSES, workers=64, prefetch=32)), 1024)
@@ -154,9 +128,6 @@ def test_open_files_grow_with_workers_and_slots() -> None:
     assert many.parts["slots of shared memory"] == 64 * 32 + 2
     assert open_files_budget(HostShape(THREADS, shards=600), 1024).parts["open shards"] == 256
     assert open_files_budget(HostShape(THREADS)).needed > 0
-
-
-def test_a_worker_that_holds_many_shards_may_need_more_files_than_the_training_process() -> None:
     shape = HostShape(replace(PROCESSES, workers=2), shards=600)
     budget = open_files_budget(shape, 1024)
     assert "worker processes" not in budget.parts

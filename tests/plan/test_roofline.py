@@ -29,11 +29,10 @@ def traffic_s(megabytes: float) -> float:
     return megabytes * MB / (2039e9 * roofline.BANDWIDTH_EFFICIENCY)
 
 
-def test_pointwise_work_takes_the_time_of_its_bytes() -> None:
+def test_pointwise_work_takes_the_time_of_its_bytes_and_a_large_product_that_of_its_flops_and_part_of_its_bytes() -> (
+    None
+):
     assert seconds(op("relu", read=500, written=500)) == pytest.approx(traffic_s(1000))
-
-
-def test_a_large_product_takes_the_time_of_its_flops_and_part_of_its_bytes() -> None:
     products = 1e12 / (312e12 * roofline.PRODUCT_EFFICIENCY)
     took = seconds(op("mm", gflop=1000, read=100, written=100))
     assert took == pytest.approx(products + roofline.NOT_OVERLAPPED * traffic_s(200))
@@ -65,12 +64,9 @@ def test_contiguous_convolutions_pay_for_their_conversion_on_tensor_cores_only()
     )
 
 
-def test_depthwise_convolutions_do_not_use_tensor_cores() -> None:
+def test_depthwise_convolutions_and_those_of_volumes_are_far_from_the_peak() -> None:
     dense = op("convolution", gflop=10, read=10, written=10)
     assert seconds(replace(dense, depthwise=True)) > 20 * seconds(dense)
-
-
-def test_convolutions_of_volumes_are_further_from_the_peak() -> None:
     flat = op("convolution", gflop=10_000, read=1, written=1)
     ratio = roofline.PRODUCT_EFFICIENCY / roofline.VOLUME_EFFICIENCY
     assert seconds(replace(flat, volumetric=True)) == pytest.approx(ratio * seconds(flat), rel=1e-3)

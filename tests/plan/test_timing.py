@@ -41,9 +41,7 @@ def test_the_slowest_part_sets_the_pace_and_is_named() -> None:
 
 
 def test_unknown_times_are_not_reported() -> None:
-    time = time_budget(
-        {}, total_batch=8, steps_per_epoch=None, epochs=3, nodes=1, price_per_hour=2.0
-    )  # fmt: skip
+    time = time_budget({}, total_batch=8, steps_per_epoch=None, epochs=3, nodes=1, price_per_hour=2.0)
     assert time.images_per_second is time.bound_by is time.cost is time.total_s is None
     assert time_findings(time, cpus=4, nodes=1, sample_bytes=1e5, dataset_bytes=None, config="x.yaml") == []
 
@@ -56,17 +54,11 @@ def findings(time: TimeBudget) -> dict[str, str]:
     return {finding.name: finding.seen for finding in found}
 
 
-def test_an_accelerator_that_is_the_slowest_part_needs_nothing() -> None:
+def test_the_part_that_is_slower_than_the_accelerator_is_named_with_what_it_needs() -> None:
     assert list(findings(budget(accelerator=1000.0, loader=1200.0, storage=5000.0))) == ["accelerator-bound"]
-
-
-def test_missing_cores_are_counted_and_packing_is_considered() -> None:
     found = findings(budget(accelerator=1000.0, loader=250.0))
     assert set(found) == {"loader-bound", "packing-helps"}
     assert "32 cores" in found["loader-bound"]
-
-
-def test_slow_storage_says_when_a_copy_pays_off() -> None:
     found = findings(budget(accelerator=1000.0, loader=2000.0, storage=200.0))
     # A million images at 200/s take 5,000 s to copy; each epoch then saves 4,000 s.
     assert "83 min and pays off after 1.2 epochs" in found["storage-bound"]
@@ -102,10 +94,6 @@ def test_workers_beyond_the_cores_gain_nothing() -> None:
     assert few == 2800.0
     assert 0 < none < few < enough == many
     assert loader_rate(4, 8, 3, 1, 700.0, "made up").images_per_second == pytest.approx(3 * few)
-
-
-def test_larger_images_take_longer_to_prepare() -> None:
-    assert loader_figures(448).samples_per_core_second < loader_figures(224).samples_per_core_second == 628.0
 
 
 def test_a_second_thread_of_a_core_adds_less_than_a_core() -> None:
@@ -153,14 +141,19 @@ def test_unknown_storage_is_refused(word: str, name: str, told: str) -> None:
     assert told in caught.value.seen
 
 
-@pytest.mark.parametrize("counts", [(0, None), (-2, 1), (4, 0)])
-def test_a_machine_without_anything_is_refused(counts: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="leaves nothing"):
-        check_counts(*counts)
-
-
-@pytest.mark.parametrize(("cpus", "cores", "name"), [(4, 8, "more-cores-than-cpus"), (None, 8, "cores-without-cpus")])
-def test_cores_are_those_of_the_cpus(cpus: int | None, cores: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("cpus", "cores", "name", "hint"),
+    [
+        (0, None, "nothing-to-plan", "--cpus 1"),
+        (4, 0, "nothing-to-plan", "--cores 1"),
+        (4, 8, "more-cores-than-cpus", "--cpus 8 --cores 8 if no two of them share a core"),
+        (None, 8, "cores-without-cpus", "--cpus 8 --cores 8 if no two of them share a core"),
+    ],
+)
+def test_a_machine_without_anything_and_cores_without_cpus_are_refused(
+    cpus: int | None, cores: int | None, name: str, hint: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         check_counts(cpus, cores)
-    assert (caught.value.name, caught.value.hint) == (name, "--cpus 8 --cores 8 if no two of them share a core")
+    assert caught.value.name == name
+    assert (caught.value.hint or "").startswith(hint)

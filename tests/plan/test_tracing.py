@@ -11,12 +11,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stoker.plan.allocator import plain_peak
-from stoker.plan.operators import cuda_autocast_rules
-from stoker.plan.tracing import CannotTrace, Trace, trace_step
+from stoker.plan.tracing import CannotTrace, Trace, cuda_autocast_rules, trace_step
 from stoker.plan.vram import largest_that_fits, trace_batches
 from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.train.optimizers import build_optimizer
-from stoker.train.step import Prepared, TraceableStep, plain_batch
+from stoker.train.step import TraceableStep, plain_batch
 
 RESNET50_PARAMETERS = 25_557_032
 # Published as 4.09 GMAC; counted here from the shapes of its layers.
@@ -93,8 +92,10 @@ def test_products_run_in_half_precision_and_sums_of_gradients_in_float32(resnet5
     assert sum(op.name == "convolution" for op in resnet50.ops) == 53
 
 
-def test_the_memory_of_a_tiny_network_by_hand() -> None:
+def test_the_memory_of_a_tiny_network_by_hand_and_the_random_state_as_it_was() -> None:
+    before = torch.get_rng_state()
     most = by_category(trace_step(tiny_step()))
+    assert torch.equal(before, torch.get_rng_state())
     parameters = 4 * (64 * 256 + 256 + 256 * 256 + 256 + 256 * 8 + 8)
     assert most["parameters"] == parameters
     assert most["gradients"] == parameters
@@ -149,7 +150,7 @@ def test_the_scratch_of_lamb_is_not_state() -> None:
     assert weights <= more < weights + rounding + 4096
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_every_optimizer_works_with_the_loss_scaler(name: str) -> None:
     trace = trace_step(
         tiny_step(build_optimizer=lambda m: build_optimizer(m, name, 0.1), precision="16-mixed", clip_grad_norm=1.0)
@@ -157,13 +158,11 @@ def test_every_optimizer_works_with_the_loss_scaler(name: str) -> None:
     assert any(op.phase == "update" for op in trace.ops)
 
 
-def test_accumulated_batches_are_prepared_and_computed_one_by_one() -> None:
+def test_accumulated_batches_are_computed_one_by_one_while_the_next_one_is_on_the_device() -> None:
     one, four = (by_category(trace_step(tiny_step(accumulation=count))) for count in (1, 4))
     assert four["batch"] == one["batch"]
     assert four["activations"] == one["activations"]
 
-
-def test_the_next_batch_is_on_the_device_while_one_is_computed() -> None:
     ahead, after = (by_category(trace_step(tiny_step(ahead=ahead))) for ahead in (True, False))
     assert ahead["batch"] == 2 * after["batch"]
 
@@ -171,10 +170,8 @@ def test_the_next_batch_is_on_the_device_while_one_is_computed() -> None:
 def test_any_batch_follows_from_two() -> None:
     traces = trace_batches(tiny_step(precision="16-mixed", clip_grad_norm=1.0), 32)
     assert traces.second is not None
-    for batch in (24, 100):
-        said, traced = traces.at(batch), trace_step(traces.step, batch)
-        assert said.events == traced.events
-        assert said.sizes == traced.sizes
+    said, traced = traces.at(100), trace_step(traces.step, 100)
+    assert (said.events, said.sizes) == (traced.events, traced.sizes)
 
 
 def test_checkpointing_keeps_less_and_computes_more() -> None:
@@ -244,12 +241,6 @@ def test_autocast_follows_cuda_while_a_step_is_traced_and_the_cpu_afterwards() -
     assert before == after == torch.bfloat16
 
 
-def test_the_random_state_is_left_as_it_was() -> None:
-    before = torch.get_rng_state()
-    trace_step(tiny_step())
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_a_model_that_reads_values_while_it_is_built_is_built_for_real() -> None:
     class Reading(Tiny):
         def __init__(self) -> None:
@@ -266,8 +257,3 @@ def test_a_model_that_reads_values_while_it_is_built_is_built_for_real() -> None
 def test_the_search_ends_at_the_last_batch_that_fits() -> None:
     for limit in (0, 1, 7, 64, 100):
         assert largest_that_fits(lambda batch, limit=limit: batch <= limit, 8) == limit
-
-
-def test_prepared_batches_may_hold_soft_targets() -> None:
-    prepared: Prepared = plain_batch((3, 4, 4), num_classes=5)(2)
-    assert prepared.targets.shape == (2, 5)

@@ -15,8 +15,7 @@ from stoker.cli import main
 from stoker.io import outage
 from stoker.io.local_copy import LocalCopy
 from stoker.io.object_store import Patience
-from stoker.stage.checking import verify_copy
-from stoker.stage.copying import copy_all, find_work
+from stoker.stage.copying import copy_all, find_work, verify_copy
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions, Summary
 from stoker.tasks.base import Selection

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from stoker.io.local_copy import open_copy
-from stoker.stage.checking import verify_copy
+from stoker.stage.copying import verify_copy
 
 
 def write_tree(root: Path, files: int, size: int = 3000, large: int = 20_000_000) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from stoker.config import load_config
+from stoker.tasks.images.classify import checked_training_plan
 from stoker.tasks.images.data import open_data, training_plan
 from stoker.train.ranks import Ranks
 from tests.conftest import Run
@@ -39,7 +40,8 @@ def test_more_steps_than_the_data_has_are_refused(stoker: Run, tmp_path: Path, i
     assert ended.code == 1
     for words in ("epoch-longer-than-data", "48 training images are 6 updates of 8", "steps_per_epoch=6"):
         assert words in ended.err
-    assert stoker("train", write_config(tmp_path, images, steps_per_epoch=6, epochs=1)).code == 0
+    config = load_config(write_config(tmp_path, images, steps_per_epoch=6)).config
+    assert checked_training_plan(config, open_data(config, lambda _text: None), Ranks()).steps.count() == 6
 
 
 def test_every_epoch_draws_from_all_images_and_ranks_share_the_limit(tmp_path: Path, images: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from stoker.profile.batch_costs import BatchCost
-from stoker.trial import measuring
-from stoker.trial.measuring import Measurement, is_enough
+from stoker.trial.process import Measurement, is_enough
 
 
 @pytest.mark.parametrize("remote", [True, False])
@@ -18,7 +18,7 @@ def test_what_a_loader_has_read_ahead_counts_only_as_far_as_more_comes_over_the_
 ) -> None:
     """The first batch comes after 4 s, in which 200 samples were fetched; 50 a second come over the link."""
     now_s, taken, begins_s = 100.0, 0, 0.0
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
 
     def told(seconds: float) -> None:
         nonlocal begins_s
@@ -43,7 +43,7 @@ def test_what_a_loader_has_read_ahead_counts_only_as_far_as_more_comes_over_the_
 def test_the_rate_of_a_trial_that_stalls_is_that_over_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bursts of 60 batches in 0.6 s, each after 2 s of waiting: 185 samples a second, and not the burst's 800."""
     now_s = 0.0
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     measurement = Measurement(1.2, lambda _seconds: None, keep=0, least=20)
     for number in range(2000):
         now_s += 2.0 if number % 60 == 0 else 0.01

@@ -12,7 +12,7 @@ from typing import Any
 from stoker.attach import ring, session
 from stoker.attach.habits import DEEPEST, Watched, array_bytes
 from stoker.attach.sampling import Spots, sampler, survive_forks
-from stoker.attach.stage_clock import COLLATE, FETCH, READ_AND_DECODE, SOCKET, StageClock, here
+from stoker.attach.stages import COLLATE, FETCH, READ_AND_DECODE, SOCKET, StageClock, here
 
 # Asking how much was read takes 5 µs, twice, and adding up arrays as long: for every batch at first, then for some.
 ALWAYS_BELOW, THEN_EVERY = 16, 8
@@ -108,13 +108,11 @@ class FetchTotals:
     def _remember(self, took_ns: int, name: str) -> None:
         self._slow.append((took_ns, name))
         self._slow.sort(reverse=True)
-        del self._slow[ring.SLOW_COUNT :]
-        if len(self._slow) == ring.SLOW_COUNT:
+        del self._slow[ring.SLOW.count :]
+        if len(self._slow) == ring.SLOW.count:
             self._slow_from = self._slow[-1][0]
-        for place, (slow_ns, slow_name) in enumerate(self._slow):
-            at = ring.SLOW_AT + place * ring.SLOW.size
-            # The end of a path tells more than its beginning.
-            ring.SLOW.pack_into(self._ring.memory, at, slow_ns, slow_name.encode(errors="replace")[-240:])
+        # The end of a path tells more than its beginning.
+        ring.SLOW.write(self._ring.memory, ((ns, known.encode(errors="replace")[-240:]) for ns, known in self._slow))
 
     def _write_path(self, path: Any) -> None:
         self._path_written = True

@@ -234,18 +234,11 @@ class Watched:
             self._private,
         )  # fmt: skip
         ring.HABITS.pack_into(self._header, ring.HABITS_AT, *about)
-        for place, text in enumerate(shapes.examples):
-            ring.SHAPE.pack_into(self._header, ring.SHAPES_AT + place * ring.SHAPE.size, text.encode()[:64])
-        largest = sorted(worked.items(), key=lambda item: -item[1][1])[: ring.WORKED_COUNT]
-        for place, (name, (calls, elements)) in enumerate(largest):
-            at = ring.WORKED_AT + place * ring.WORKED.size
-            ring.WORKED.pack_into(self._header, at, calls, elements, name.encode()[:48])
-        heaviest = sorted(self._caches.found.items(), key=lambda item: (-item[1][2], -item[1][1]))[: ring.CACHE_COUNT]
-        for place, (name, (entries, size, vanished)) in enumerate(heaviest):
-            at = ring.CACHES_AT + place * ring.CACHE.size
-            ring.CACHE.pack_into(self._header, at, entries, size, vanished, name.encode(errors="replace")[:96])
-        grown = [(name, *counts) for name, counts in self._caches.lengths.items() if counts[1] >= counts[0] + GREW]
-        grown.sort(key=lambda each: each[1] - each[2])
-        for place, (name, first, entries, keyed) in enumerate(grown[: ring.GROWN_COUNT]):
-            at = ring.GROWN_AT + place * ring.GROWN.size
-            ring.GROWN.pack_into(self._header, at, first, entries, int(keyed), name.encode(errors="replace")[:88])
+        ring.SHAPES.write(self._header, ((text.encode(),) for text in shapes.examples))
+        largest = sorted(worked.items(), key=lambda item: -item[1][1])
+        ring.WORKED.write(self._header, ((calls, elements, name.encode()) for name, (calls, elements) in largest))
+        heaviest = sorted(self._caches.found.items(), key=lambda item: (-item[1][2], -item[1][1]))
+        ring.CACHES.write(self._header, ((*counts, name.encode(errors="replace")) for name, counts in heaviest))
+        grown = [(name, counts) for name, counts in self._caches.lengths.items() if counts[1] >= counts[0] + GREW]
+        grown.sort(key=lambda each: each[1][0] - each[1][1])
+        ring.GROWN.write(self._header, ((*counts, name.encode(errors="replace")) for name, counts in grown))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, NamedTuple
 
-from stoker.attach.stage_clock import STAGE_COUNT
+from stoker.attach.stages import STAGE_COUNT
 
 VERSION = 4
 MAGIC = b"STKR"
@@ -35,30 +37,40 @@ TOTALS_AT = 64
 BUCKETS = 48
 HISTOGRAM = struct.Struct(f"<{2 * BUCKETS}q")
 HISTOGRAM_AT = 512
-SLOW_COUNT = 8
-SLOW = struct.Struct("<q240s")
-SLOW_AT = 1536
 PATH = struct.Struct("<400s")
 PATH_AT = 3600
+
+
+class HeaderTable:
+    """A number of rows in the header; those that are not used are zeros, and text that is too long is cut off."""
+
+    def __init__(self, row: str, at: int, count: int) -> None:
+        self._row, self._at, self.count = struct.Struct(row), at, count
+
+    def write(self, memory: Any, rows: Iterable[tuple[Any, ...]]) -> None:
+        for place, row in enumerate(islice(rows, self.count)):
+            self._row.pack_into(memory, self._at + place * self._row.size, *row)
+
+    def read(self, data: bytes) -> list[tuple[Any, ...]]:
+        rows = (self._row.unpack_from(data, self._at + place * self._row.size) for place in range(self.count))
+        return [tuple(text_of(value) if isinstance(value, bytes) else value for value in row) for row in rows]
+
+
+def text_of(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")
+
 
 # What the samples cost: see `sampling.py` (spots) and `habits.py` (the rest). -1 in HABITS means 'not measured'.
 HABITS = struct.Struct("<14q")
 HABITS_AT = 4096
-SHAPE = struct.Struct("<64s")
-SHAPES_AT = 4224
-"""Two shapes of batches that followed each other, as text."""
-WORKED_COUNT = 6
-WORKED = struct.Struct("<qq48s")  # calls, elements of the arrays that were worked on, name of the function
-WORKED_AT = 4608
-CACHE_COUNT = 4
-CACHE = struct.Struct("<qqq96s")  # entries, bytes or -1, entries that have vanished, name
-CACHES_AT = 5120
-GROWN_COUNT = 4
-GROWN = struct.Struct("<qqq88s")  # entries at first, entries now, whether it is a dict, name
-GROWN_AT = 5632
-SPOT_COUNT = 24
-SPOT = struct.Struct("<qi244s")  # ns, line, names
-SPOTS_AT = 6144
+SLOW = HeaderTable("<q240s", at=1536, count=8)  # ns, name of the sample
+SHAPES = HeaderTable("<64s", at=4224, count=2)  # of batches that followed each other, as text
+WORKED = HeaderTable(
+    "<qq48s", at=4608, count=6
+)  # calls, elements of the arrays that were worked on, name of the function
+CACHES = HeaderTable("<qqq96s", at=5120, count=4)  # entries, bytes or -1, entries that have vanished, name
+GROWN = HeaderTable("<qqq88s", at=5632, count=4)  # entries at first, entries now, whether it is a dict, name
+SPOTS = HeaderTable("<qi244s", at=6144, count=24)  # ns, line, names
 
 
 class StepRecord(NamedTuple):

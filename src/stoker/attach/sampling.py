@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from stoker.attach import ring
-from stoker.attach.stage_clock import StageClock
+from stoker.attach.stages import StageClock
 
 # Different intervals in turn: with a single one, a loop of the same period would always be seen at the same line.
 INTERVALS_S = (0.021, 0.029, 0.024, 0.031, 0.022)
@@ -68,13 +68,13 @@ class Spots:
             self._write()
 
     def _write(self) -> None:
-        largest = sorted(self._taken.items(), key=lambda item: -item[1])[: ring.SPOT_COUNT]
-        for place, ((code, line, callee), took_ns) in enumerate(largest):
+        rows = []
+        for (code, line, callee), took_ns in sorted(self._taken.items(), key=lambda item: -item[1])[: ring.SPOTS.count]:
             names = f"{_name(code)}\t{callee or ''}\t".encode(errors="replace")
             path = os.fsencode(os.path.abspath(code.co_filename))  # noqa: PTH100
-            at = ring.SPOTS_AT + place * ring.SPOT.size
             # The end of a path tells more than its beginning.
-            ring.SPOT.pack_into(self._memory, at, took_ns, line, names + path[-max(1, NAMES_BYTES - len(names)) :])
+            rows.append((took_ns, line, names + path[-max(1, NAMES_BYTES - len(names)) :]))
+        ring.SPOTS.write(self._memory, rows)
 
 
 def _name(code: CodeType) -> str:

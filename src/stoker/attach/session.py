@@ -181,11 +181,11 @@ def patch(name: str, module: Any) -> None:
 
             modes.patch(module)
         elif name in SCALERS:
-            from stoker.attach.precision import patch_scalers
+            from stoker.attach.watched_loop import patch_scalers
 
             patch_scalers(module)
         elif name == AUTOCAST:
-            from stoker.attach.precision import wanted
+            from stoker.attach.watched_loop import wanted
 
             opened = current()
             if opened is not None and opened.traces:

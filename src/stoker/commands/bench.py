@@ -73,7 +73,7 @@ def storage(
     from stoker.core.console import Answer, print_answer, progress_bar
     from stoker.io.storage_profile import profile_storage
     from stoker.plan.break_even import ANY_DISK, appetites, storage_document, storage_text
-    from stoker.profile.local_disk import find_local_disk
+    from stoker.profile.mounts import find_local_disk
 
     wanted = appetites(gpu)  # raises on a typo before anything is measured
     with progress_bar("measuring", None) as advance:

@@ -17,7 +17,7 @@ from stoker.core.errors import Interrupted, UsageError, UserError
 if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.plan.break_even import Payback
-    from stoker.stage.checking import Verification
+    from stoker.stage.copying import Verification
     from stoker.stage.transfer import StageOptions, Summary
     from stoker.tasks.base import Selection
 
@@ -93,7 +93,7 @@ def stage(
             )
         return _hydrate(words[0], _options(limit_rate, concurrency), json=json)
 
-    from stoker.stage.checking import verification_text
+    from stoker.stage.copying import verification_text
     from stoker.stage.transfer import summary_text
 
     if verify and to is None and len(words) == 1:
@@ -201,9 +201,8 @@ def _stage(
 ) -> tuple[Summary, Payback | None]:
     from stoker.core.console import progress_bar, say, transfer_bar
     from stoker.core.units import count, size_text
-    from stoker.io.local_copy import LocalCopy
+    from stoker.io.local_copy import LocalCopy, keep_subset
     from stoker.io.stores import is_url
-    from stoker.io.subset_file import keep_subset
     from stoker.stage.copying import check_apart, check_room, copy_all, find_work, measure_payback
     from stoker.stage.sources import open_source
 
@@ -259,7 +258,7 @@ def _interruptible(stays: str) -> Iterator[None]:
 def _verify(folder: Path) -> Verification:
     from stoker.core.console import progress_bar
     from stoker.io.local_copy import open_copy
-    from stoker.stage.checking import verify_copy
+    from stoker.stage.copying import verify_copy
 
     with closing(open_copy(folder)) as copy, progress_bar("verifying", unit="files") as advance:
         return verify_copy(copy, advance)

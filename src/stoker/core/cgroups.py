@@ -71,29 +71,21 @@ def memory_limit(folder: CgroupFolder) -> int | None:
     return limit if limit is not None and limit < 1 << 60 else None
 
 
-@dataclass(frozen=True)
-class Throttling:
-    """The kernel's count since the cgroup was created."""
-
-    stopped_s: float
-    """Summed over cores: two cores that were stopped for a second count as two."""
-
-
-def read_throttling(root: Path = CGROUP_ROOT, proc: Path = PROC) -> Throttling | None:
-    """The count of this process's most throttled cgroup; None where no quota is set or the kernel does not count."""
+def read_throttling(root: Path = CGROUP_ROOT, proc: Path = PROC) -> float | None:
+    """Seconds for which the quota has stopped this process's most throttled cgroup, summed over cores: two that were
+    stopped for a second count as two. None where no quota is set or the kernel does not count."""
     counts = [_stopped_s(folder.path / "cpu.stat") for folder in cgroup_folders("cpu", root, proc)]
-    known = [count for count in counts if count is not None]
-    return Throttling(max(known)) if known else None
+    return max((count for count in counts if count is not None), default=None)
 
 
-def throttled_share(before: Throttling | None, after: Throttling | None, wall_s: float, cpus: int) -> float | None:
+def throttled_share(before: float | None, after: float | None, wall_s: float, cpus: int) -> float | None:
     """Share of the time in which the quota stopped this process; None where it was not counted.
 
     The kernel counts only cores that had work, so with fewer busy threads than cores this is too low.
     """
     if before is None or after is None or wall_s <= 0:
         return None
-    return min(1.0, max(0.0, (after.stopped_s - before.stopped_s) / (wall_s * max(1, cpus))))
+    return min(1.0, max(0.0, (after - before) / (wall_s * max(1, cpus))))
 
 
 def _stopped_s(file: Path) -> float | None:

@@ -179,36 +179,20 @@ LINE_EVERY_S = 5.0
 def progress_bar(what: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
     """Shows progress on stderr: a bar on a terminal, otherwise a line every few seconds."""
     if sys.stderr.isatty():
-        with _rich_bar(what, total, unit) as advance:
-            yield advance
-    else:
-        yield _line_writer(what, unit)
+        # Importing rich takes longer than many commands run.
+        from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Task as RichTask
+        from rich.text import Text
 
+        class RateColumn(ProgressColumn):
+            def render(self, task: RichTask) -> Text:
+                return Text(_rate(task.finished_speed or task.speed, unit))
 
-@contextmanager
-def _rich_bar(what: str, total: int | None, unit: str) -> Iterator[Advance]:
-    # Importing rich takes longer than many commands run.
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Task as RichTask
-    from rich.text import Text
-
-    class RateColumn(ProgressColumn):
-        def render(self, task: RichTask) -> Text:
-            return Text(_rate(task.finished_speed or task.speed, unit))
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn(), TimeRemainingColumn())
-    # Transient: it disappears when the work is done.
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-
-        def advance(done: int, of: int | None) -> None:
-            progress.update(task, completed=done, total=of)
-
-        yield advance
-
-
-def _line_writer(what: str, unit: str) -> Advance:
+        named = TextColumn("{task.description}")
+        with _rich_bar(what, named, BarColumn(), MofNCompleteColumn(), RateColumn(), TimeRemainingColumn()) as update:
+            update(total=total)
+            yield lambda done, of: update(completed=done, total=of)
+        return
     # The rate since the previous line: work that was already done at the start took no time.
     last_s, last_done = time.monotonic(), 0
 
@@ -223,7 +207,18 @@ def _line_writer(what: str, unit: str) -> Advance:
         say(f"{what}: {done:,}{of} {_rate(per_second, unit)}{left}".rstrip())
         last_s, last_done = now_s, done
 
-    return advance
+    yield advance
+
+
+@contextmanager
+def _rich_bar(what: str, *columns: Any) -> Iterator[Callable[..., None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # Transient: it disappears when the work is done.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda **values: progress.update(task, **values)
 
 
 Transfer = Callable[[int, int, int, int], None]
@@ -233,45 +228,36 @@ Transfer = Callable[[int, int, int, int], None]
 @contextmanager
 def transfer_bar(what: str) -> Iterator[Transfer]:
     """Shows the progress of copying on stderr: files, bytes, rate and the time left."""
-    began_s, first = time.monotonic(), [-1]
+    began_s = last_s = time.monotonic()
+    first: int | None = None
 
     def text(files: int, of_files: int, done: int, total: int) -> str:
+        nonlocal first
+        first = done if first is None else first
         elapsed_s = time.monotonic() - began_s
-        if first[0] < 0:
-            first[0] = done
-        per_second = (done - first[0]) / elapsed_s if elapsed_s > 0 else 0.0
+        per_second = (done - first) / elapsed_s if elapsed_s > 0 else 0.0
         left = f", {clock((total - done) / per_second)} left" if per_second > 0 and done < total else ""
         share = f" ({done / total:.0%})" if total else ""
         return (
-            f"{files:,} of {of_files:,} files, {size_text(done)} of {size_text(total)}{share}, "
+            f"{what}: {files:,} of {of_files:,} files, {size_text(done)} of {size_text(total)}{share}, "
             f"{size_text(per_second)}/s{left}"
         )
 
-    if not sys.stderr.isatty():
-        last_s = began_s
+    if sys.stderr.isatty():
+        from rich.progress import BarColumn, TextColumn
 
-        def line(files: int, of_files: int, done: int, total: int) -> None:
-            nonlocal last_s
-            shown_now = text(files, of_files, done, total)
-            if time.monotonic() - last_s >= LINE_EVERY_S:
-                last_s = time.monotonic()
-                say(f"{what}: {shown_now}")
-
-        yield line
+        with _rich_bar(what, TextColumn("{task.description}"), BarColumn()) as update:
+            yield lambda *now: update(description=text(*now), completed=now[2], total=max(1, now[3]))
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
 
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True
-    ) as progress:
-        task = progress.add_task(what, total=None)
+    def line(*now: int) -> None:
+        nonlocal last_s
+        words = text(*now)
+        if time.monotonic() - last_s >= LINE_EVERY_S:
+            last_s = time.monotonic()
+            say(words)
 
-        def bar(files: int, of_files: int, done: int, total: int) -> None:
-            line_now = f"{what}: {text(files, of_files, done, total)}"
-            progress.update(task, description=line_now, completed=done, total=max(1, total))
-
-        yield bar
+    yield line
 
 
 def _rate(per_second: float | None, unit: str) -> str:

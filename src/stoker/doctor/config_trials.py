@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from stoker.profile.clock_reading import NEWEST
+from stoker.profile.clock_reading import NEWEST, known_facts
 from stoker.profile.host import HostConfig, read_machine
 from stoker.profile.observed import AcceleratorFacts, Observed, StorageFacts
-from stoker.profile.values import known_facts
 from stoker.tasks.base import task_for
-from stoker.trial.fork_server import Ended
-from stoker.trial.limits import patience_after
+from stoker.trial.fork_server import Ended, patience_after
 from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
 
 DEFAULT_SECONDS = 60.0

@@ -27,7 +27,7 @@ from stoker.profile.observed import LoaderShape, Observed
 
 if TYPE_CHECKING:
     from stoker.doctor.pacing import ScriptPace
-    from stoker.doctor.script.traced_step import TracedStep
+    from stoker.doctor.script.recording import TracedStep
     from stoker.profile.host import HostConfig
 
 CONFIG_ENDINGS = (".yaml", ".yml")
@@ -122,7 +122,7 @@ def _with_local_disk(observed: Observed) -> Observed:
 
 def _with_room(observed: Observed) -> Observed:
     """Adds where a copy could go, where the samples came from elsewhere."""
-    from stoker.profile.local_disk import find_local_disk
+    from stoker.profile.mounts import find_local_disk
 
     storage = observed.storage
     if storage is None or not storage.remote or (disk := find_local_disk()) is None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from stoker.core.console import say
 from stoker.core.errors import UsageError
 from stoker.core.units import duration_text
-from stoker.doctor.script.traced_step import TracedStep
+from stoker.doctor.script.recording import TracedStep
 from stoker.doctor.simulation import ThreadWork
 from stoker.doctor.what_if import model_of, rate_of
 from stoker.profile.datasheets import Datasheet, load_datasheet

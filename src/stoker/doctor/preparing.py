@@ -126,6 +126,8 @@ class Filling:
     """Worker processes that grow; 0 if it is the loop's process."""
     each_bytes_per_second: float
     """Growth of one of them."""
+    available_bytes: int
+    """What is left now."""
     held: Held | None
     """What was seen to get longer there."""
 
@@ -137,12 +139,13 @@ def filling(observed: Observed) -> Filling | None:
         return None
     count = shape.workers if shape is not None and shape.engine == "process" else 0
     each, loop = memory.worker_bytes_per_second or 0.0, memory.loop_bytes_per_second or 0.0
-    if count and each and (_ends_first(observed, count * each) or _fits(observed, memory, count)):
+    left = host.available_bytes
+    if count and each and (_ends_first(observed, left / (count * each)) or _fits(observed, memory, count, left)):
         each = 0.0
-    if loop and _fits(observed, memory, 0):
+    if loop and _fits(observed, memory, 0, left):
         loop = 0.0
     total = count * each + loop
-    if total <= 0 or host.available_bytes / total > HORIZON_S:
+    if total <= 0 or left / total > HORIZON_S:
         return None
     in_workers = count * each > loop
     held = next((held for held in memory.held if held.in_worker is in_workers), None)
@@ -150,31 +153,28 @@ def filling(observed: Observed) -> Filling | None:
         return None
     return Filling(
         bytes_per_second=total,
-        full_in_s=host.available_bytes / total,
+        full_in_s=left / total,
         workers=count if in_workers else 0,
         each_bytes_per_second=each if in_workers else loop,
+        available_bytes=left,
         held=held,
     )
 
 
-def _ends_first(observed: Observed, bytes_per_second: float) -> bool:
+def _ends_first(observed: Observed, full_in_s: float) -> bool:
     """Whether the workers of an epoch end, and give their memory back, before it is full."""
-    shape, host, rate = observed.loader, observed.host, observed.images_per_second
+    shape, rate = observed.loader, observed.images_per_second
     if shape is None or shape.persistent is not False or not shape.samples or not rate:
         return False
-    assert host is not None
-    assert host.available_bytes is not None
-    return host.available_bytes / bytes_per_second > shape.samples / rate
+    return full_in_s > shape.samples / rate
 
 
-def _fits(observed: Observed, memory: MemoryGrowth, workers: int) -> bool:
+def _fits(observed: Observed, memory: MemoryGrowth, workers: int, available_bytes: int) -> bool:
     """Whether what grows is a cache with at most one entry for each sample, and all of them fit."""
     held = next((held for held in memory.held if held.in_worker is bool(workers)), None)
     grown = memory.worker_grown_bytes if workers else memory.loop_grown_bytes
     samples = observed.loader.samples if observed.loader is not None else None
     if held is None or not held.keyed or held.keeps_graph or grown is None or samples is None or held.now > samples:
         return False
-    assert observed.host is not None
-    assert observed.host.available_bytes is not None
     entry_bytes = max(0.0, grown) / max(1, held.now - held.before)
-    return entry_bytes * (samples - held.now) * max(1, workers) <= USABLE * observed.host.available_bytes
+    return entry_bytes * (samples - held.now) * max(1, workers) <= USABLE * available_bytes

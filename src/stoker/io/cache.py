@@ -294,10 +294,6 @@ class OpenCopy:
         """Files and bytes in the manifest."""
         return self.copy.totals()
 
-    def __len__(self) -> int:
-        """Lines in the manifest, a quick estimate of the files."""
-        return len(self.copy)
-
     def close(self) -> None:
         """Writes and commits the waiting files, and ends the threads; nothing is kept afterwards."""
         with self._lock:

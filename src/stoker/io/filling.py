@@ -97,11 +97,10 @@ class Filler:
 
     def make_way(self, waits: bool | None) -> None:
         """Fetches fewer files at once if training waits for data, and more if it does not."""
-        allowed = self._files.requests
-        if waits is None:
-            self._allow(IN_FLIGHT_UNTOLD)
-        else:
-            self._allow(max(1, allowed // 2) if waits else min(MOST_IN_FLIGHT, allowed + 1))
+        files, more = IN_FLIGHT_UNTOLD, min(MOST_IN_FLIGHT, self._files.requests + 1)
+        if waits is not None:
+            files = max(1, self._files.requests // 2) if waits else more
+        self._allow(files)
 
     def _allow(self, files: int) -> None:
         self._files.allow(MOST_IN_FLIGHT * PART_BYTES, files)
@@ -125,11 +124,13 @@ class Filler:
         step_back()
         epoch, start = self._epoch, self._position
         if self._say is not None:
-            files, size = self._copy.totals() if len(self._copy) else (0, 0)
+            files, size = self._copy.totals()
             there = f"{min(files, self._order.files):,} of {count(self._order.files, 'file')} ({size / 1e6:,.0f} MB)"
             self._say(f"staging to {self._copy.folder} while training: {there} are there")
         for wanted in self._order.needed(epoch, start):
-            if wanted.position is None or not self._is_near(epoch, wanted.position):
+            # Training has passed what is nearer, or fetches it itself by now.
+            near = self._position + self._order.fetched_ahead
+            if wanted.position is None or (self._epoch == epoch and wanted.position >= near):
                 self._submit(wanted)
             if self._is_stopped():
                 return
@@ -151,19 +152,16 @@ class Filler:
             while not self._has(wanted) and wanted.path not in self.failed:
                 if self._closing.wait(LOOK_EVERY_S):  # another rank is fetching it
                     return
-        self._finish(self._say)
-
-    def _finish(self, say: Say) -> None:
         if self.failed:
             some = ", ".join(f"{path} ({reason})" for path, reason in list(self.failed.items())[:NAMED_FAILURES])
-            say(
+            self._say(
                 f"warning: {count(len(self.failed), 'file')} could not be copied to {self._copy.folder}: {some}; "
                 "everything else is there"
             )
             return
         self.is_complete = self._copy.is_complete = True
         files, size = self._copy.totals()
-        say(
+        self._say(
             f"the local copy is complete: {count(files, 'file')}, {size / 1e6:,.0f} MB; "
             f"next time data_root={self._copy.folder}"
         )
@@ -180,22 +178,15 @@ class Filler:
             )
         return True
 
-    def _is_near(self, epoch: int, position: int) -> bool:
-        """Whether training has passed a position, or fetches it itself by now."""
-        return self._epoch != epoch or position < self._position + self._order.fetched_ahead
+    def _has(self, wanted: WantedFile) -> bool:
+        return self._copy.find(wanted.path, wanted.size, wanted.version) is not None
 
     def _is_past(self, epoch: int) -> bool:
         return self._order.fetched_ahead == 0 or self._epoch != epoch or self._is_over
 
-    def _is_missing(self, wanted: WantedFile) -> bool:
-        return wanted.path not in self.failed and not self._copy.is_coming(wanted.path) and not self._has(wanted)
-
-    def _has(self, wanted: WantedFile) -> bool:
-        return self._copy.find(wanted.path, wanted.size, wanted.version) is not None
-
     def _submit(self, wanted: WantedFile) -> None:
         """Submits a missing file to be fetched; waits while as many as allowed are being fetched."""
-        if not self._is_missing(wanted):
+        if wanted.path in self.failed or self._copy.is_coming(wanted.path) or self._has(wanted):
             return
         self._files.expect([wanted])
         while not self._files.drained(LOOK_EVERY_S) and not self._closing.is_set():

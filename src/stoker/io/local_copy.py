@@ -17,9 +17,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import json
 import mmap
 import os
+import re
+import socket
 import stat
 import threading
 from collections.abc import Iterable, Iterator
@@ -31,9 +34,74 @@ import xxhash
 
 from stoker.core.errors import UserError
 from stoker.core.files import write_text
+from stoker.core.redact import redact_text
 from stoker.io.copy_manifest import FORGOTTEN, READ_BYTES, CopiedFile, ManifestTable
-from stoker.io.copy_names import check_name, remove_abandoned, source_name, temporary_name
-from stoker.io.stores import Buffer, ReadFailure
+from stoker.io.stores import Buffer, ReadFailure, is_url
+
+LONGEST_PART_BYTES = 255
+"""Longest name between two slashes of a path, on the usual Linux file systems."""
+LONGEST_PATH_BYTES = 4000
+_numbers = itertools.count()
+# Process ids mean nothing on another host that shares the disk.
+_HOST = xxhash.xxh3_64_hexdigest(socket.gethostname().encode())[:6]
+_TEMPORARY = re.compile(rf"\.stage-{_HOST}-(\d+)-\d+\.tmp")
+
+
+def check_name(path: str) -> None:
+    """Raises ReadFailure for a name that cannot be a file inside the copy, or could be taken for one of our own."""
+    parts = path.split("/")
+    if path.startswith("/"):
+        raise ReadFailure(path, "bad name", "it begins with a slash")
+    if ".." in parts or "." in parts:
+        raise ReadFailure(path, "bad name", "it contains a part '.' or '..', which would lead elsewhere")
+    if "" in parts:
+        raise ReadFailure(path, "bad name", "it has an empty part: a file system cannot keep two slashes in a row")
+    if "\0" in path:
+        raise ReadFailure(path, "bad name", "it contains a zero byte")
+    if len(path) > LONGEST_PART_BYTES // 4:  # a character has up to four bytes
+        encoded = [len(part.encode("utf-8", "surrogateescape")) for part in parts]
+        if max(encoded) > LONGEST_PART_BYTES:
+            raise ReadFailure(path, "bad name", f"a part of it has {max(encoded)} bytes; file systems allow 255")
+        if sum(encoded) + len(parts) > LONGEST_PATH_BYTES:
+            raise ReadFailure(path, "bad name", f"it has {sum(encoded) + len(parts)} bytes; the limit is 4,000")
+    if parts[0].startswith(".stage"):
+        raise ReadFailure(path, "bad name", "names that begin with .stage are the copy's own records")
+
+
+def source_name(source: str) -> str:
+    """How a copy identifies its source: a URL without secrets, or the absolute path of a folder."""
+    if is_url(source) and not source.startswith("file://"):
+        return redact_text(source).rstrip("/")
+    return os.path.realpath(os.path.expanduser(source.removeprefix("file://")))  # noqa: PTH111
+
+
+def temporary_name(folder: str) -> str:
+    """A new name for a file that is being written; it names this process, so that the next one knows who left it."""
+    return f"{folder}/.stage-{_HOST}-{os.getpid()}-{next(_numbers)}.tmp"
+
+
+def remove_abandoned(folder: str) -> int:
+    """Removes the temporary files of processes of this host that are gone; returns how many."""
+    removed = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            found = _TEMPORARY.fullmatch(entry.name)
+            if found is not None and not _is_running(int(found[1])):
+                with suppress(OSError):
+                    os.unlink(entry.path)  # noqa: PTH108
+                    removed += 1
+    return removed
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # another user's
+    return True
+
 
 FORMAT = 1
 ABOUT = ".stage.json"
@@ -106,28 +174,27 @@ class LocalCopy:
         """Writes a whole file under a temporary name, and renames it; it counts after the next `commit`.
 
         Raises ReadFailure for an impossible name, OSError if it cannot be written."""
-        folder = self._folder_of(path)
-        temporary = temporary_name(self.folder)
+        file = self.create(path, len(data))
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            try:
-                written = os.write(descriptor, data)
-                while written < len(data):
-                    written += os.write(descriptor, memoryview(data)[written:])
-            finally:
-                os.close(descriptor)
-            self._rename(temporary, path, folder)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)  # noqa: PTH108
-            raise
-        record = CopiedFile(path, len(data), version, xxhash.xxh3_128_hexdigest(data), verified)
-        self.add(record)
-        return record
+            file.write_at(0, data)
+            return file.finish(version, verified, content=data)
+        finally:
+            file.abandon()  # does nothing to a finished file
 
     def check(self, path: str) -> None:
-        """Raises ReadFailure for a name that cannot be a file of the copy, before anything is fetched."""
-        self._folder_of(path)
+        """Makes the file's folder, before anything is fetched; raises ReadFailure for an impossible name."""
+        check_name(path)
+        folder, below = path.rpartition("/")[0], ""
+        for part in folder.split("/") if folder not in self._folders else ():
+            below = f"{below}/{part}" if below else part
+            if below in self._folders:
+                continue
+            with suppress(FileExistsError):
+                os.mkdir(f"{self.folder}/{below}", 0o777)  # noqa: PTH102
+            # A link could lead out of the copy.
+            if not stat.S_ISDIR(os.lstat(f"{self.folder}/{below}").st_mode):
+                raise ReadFailure(path, "bad name", f"{below} in the copy is not a folder")
+            self._folders.add(below)
 
     def create(self, path: str, size: int) -> PartialFile:
         """A file that is written in parts, in any order."""
@@ -141,9 +208,8 @@ class LocalCopy:
 
     def forget(self, paths: Iterable[str]) -> None:
         """Removes files from the manifest: they turned out to be wrong, and are copied again."""
-        lines = [CopiedFile(path, FORGOTTEN, "", "", "").line() for path in paths]
-        if lines:
-            write_fully(self._manifest, b"\n" + b"".join(lines))
+        if batch := [CopiedFile(path, FORGOTTEN, "", "", "") for path in paths]:
+            self._append(batch)
             self.refresh()
 
     def uncommitted(self) -> int:
@@ -182,7 +248,9 @@ class LocalCopy:
 
     def _append(self, batch: list[CopiedFile]) -> None:
         # It begins with a line break, which ends a line that a killed process may have left unfinished.
-        write_fully(self._manifest, b"\n" + b"".join(record.line() for record in batch))
+        rest = memoryview(b"\n" + b"".join(record.line() for record in batch))
+        while len(rest):  # in one call, unless the file system takes only a part
+            rest = rest[os.write(self._manifest, rest) :]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -217,44 +285,20 @@ class LocalCopy:
                 self._table.add(part[:end], self._read_to)
                 self._read_to += end
 
-    def _rename(self, temporary: str, path: str, folder: str) -> None:
+    def _rename(self, temporary: str, path: str) -> None:
         try:
             os.rename(temporary, f"{self.folder}/{path}")  # noqa: PTH104
         except FileNotFoundError:
             # The folder was removed in the meantime.
             self._folders = {""}
-            self._make_folder(folder, path)
+            self.check(path)
             os.rename(temporary, f"{self.folder}/{path}")  # noqa: PTH104
         except (IsADirectoryError, NotADirectoryError):
             raise ReadFailure(path, "bad name", "the copy has a folder of this name") from None
 
-    def _folder_of(self, path: str) -> str:
-        check_name(path)
-        folder = path.rpartition("/")[0]
-        if folder not in self._folders:
-            self._make_folder(folder, path)
-        return folder
-
-    def _make_folder(self, folder: str, path: str) -> None:
-        below = ""
-        for part in folder.split("/") if folder else []:
-            below = f"{below}/{part}" if below else part
-            if below in self._folders:
-                continue
-            with suppress(FileExistsError):
-                os.mkdir(f"{self.folder}/{below}", 0o777)  # noqa: PTH102
-            # A link could lead out of the copy.
-            if not stat.S_ISDIR(os.lstat(f"{self.folder}/{below}").st_mode):
-                raise ReadFailure(path, "bad name", f"{below} in the copy is not a folder")
-            self._folders.add(below)
-
-    def _is_empty(self) -> bool:
-        manifest = Path(self.folder) / MANIFEST
-        return not _strangers(self.folder) and (not manifest.exists() or manifest.stat().st_size == 0)
-
     def _check_or_begin(self) -> None:
         about = f"{self.folder}/{ABOUT}"
-        known = _read_about(about)
+        known = _read_object(about)
         if known is None:
             if strangers := _strangers(self.folder):
                 raise UserError(
@@ -273,12 +317,14 @@ class LocalCopy:
                 os.rename(fresh, about)  # noqa: PTH104
             with suppress(OSError):
                 os.unlink(fresh)  # noqa: PTH108
-            known = _read_about(about)
+            known = _read_object(about)
         wanted = {"format": FORMAT, "source": self.source}
-        if known != wanted and not self.read_only and self._is_empty():
-            # Begun with a misspelt source, which had nothing to copy.
-            write_text(Path(about), json.dumps(wanted) + "\n")
-            known = wanted
+        if known != wanted and not self.read_only and not _strangers(self.folder):
+            manifest = Path(self.folder) / MANIFEST
+            if not manifest.exists() or manifest.stat().st_size == 0:
+                # Begun with a misspelt source, which had nothing to copy.
+                write_text(Path(about), json.dumps(wanted) + "\n")
+                known = wanted
         if known != wanted:
             of = (known or {}).get("source")
             raise UserError(
@@ -293,7 +339,7 @@ class LocalCopy:
 
 def open_copy(folder: str | Path) -> LocalCopy:
     """The copy in a folder, whatever its source; raises UserError if there is none."""
-    known = _read_about(f"{os.path.realpath(folder)}/{ABOUT}")
+    known = _read_object(f"{os.path.realpath(folder)}/{ABOUT}")
     if known is None or not isinstance(known.get("source"), str):
         raise UserError(
             "not-a-copy",
@@ -325,14 +371,15 @@ class PartialFile:
             return memoryview(b"")
         return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
 
-    def finish(self, version: str = "", verified: str = "") -> CopiedFile:
-        """Gives the file its name; raises ReadFailure if its length is wrong."""
+    def finish(self, version: str = "", verified: str = "", content: Buffer | None = None) -> CopiedFile:
+        """Gives the file its name; raises ReadFailure if its length is wrong. `content` saves reading it again."""
         try:
             found = os.fstat(self._descriptor).st_size
             if found != self.size:
                 raise ReadFailure(self.path, "short", f"{found} of {self.size} bytes")
-            record = CopiedFile(self.path, found, version, xxhash.xxh3_128_hexdigest(self.mapped()), verified)
-            self._copy._rename(self._temporary, self.path, self.path.rpartition("/")[0])
+            digest = xxhash.xxh3_128_hexdigest(self.mapped() if content is None else content)
+            record = CopiedFile(self.path, found, version, digest, verified)
+            self._copy._rename(self._temporary, self.path)
         except BaseException:
             self.abandon()
             raise
@@ -362,13 +409,6 @@ def sync_file_system(descriptor: int) -> None:
         os.sync()
 
 
-def write_fully(descriptor: int, data: bytes) -> None:
-    """Writes all of it; in one call unless the file system takes only a part."""
-    rest = memoryview(data)
-    while len(rest):
-        rest = rest[os.write(descriptor, rest) :]
-
-
 def _find_syncfs() -> Any:
     with suppress(OSError, AttributeError):
         function = ctypes.CDLL(None, use_errno=True).syncfs
@@ -380,7 +420,8 @@ def _find_syncfs() -> Any:
 _syncfs = _find_syncfs()
 
 
-def _read_about(path: str) -> dict[str, Any] | None:
+def _read_object(path: str | Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file, empty if it is damaged."""
     try:
         found: Any = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -403,3 +444,33 @@ def _unusable(folder: str, error: OSError) -> UserError:
         why="the local copy and its records belong there",
         hint=f"ls -ld {folder}    # or choose another folder",
     )
+
+
+def keep_subset(copy: LocalCopy, record: dict[str, Any] | None) -> None:
+    """Writes which subset a copy holds; refuses a copy that holds another one or everything."""
+    path = Path(copy.folder) / SUBSET
+    try:
+        known = _read_object(path)
+    except OSError:
+        known = {}
+    if known == record:
+        return
+    if not len(copy):
+        if record is None:
+            path.unlink()
+        else:
+            write_text(path, json.dumps(record, indent=1) + "\n")
+        return
+    raise UserError(
+        "copy-of-another-subset",
+        f"{copy.folder} holds {_subset_text(known)}; now {_subset_text(record)} should go there",
+        why="programs that read the folder would see both together",
+        hint="choose another folder for each part",
+    )
+
+
+def _subset_text(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return "all classes"
+    samples = record.get("samples") or {}
+    return f"{len(record.get('classes') or [])} classes with {samples.get('train')} training images"

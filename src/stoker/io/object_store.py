@@ -9,9 +9,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from configparser import ConfigParser, Error
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -22,7 +26,6 @@ from obstore.store import from_url
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.io import outage
-from stoker.io.aws_profile import profile_settings
 from stoker.io.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, StoreDown
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
@@ -114,7 +117,7 @@ class ObjectStore:
 
     def __reduce__(self) -> Any:
         # Only the URL: each process takes its credentials from its own environment.
-        return _object_store, (self.url, self.max_object_bytes, self.patience)
+        return partial(ObjectStore, max_object_bytes=self.max_object_bytes, patience=self.patience), (self.url,)
 
     def read(
         self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False, version: str | None = None
@@ -159,20 +162,11 @@ class ObjectStore:
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Every object below the prefix, in the server's order: its path relative to the URL, and its size."""
-        self._connected(None)
-        client = self._connect(self.patience, alone=True)
-        try:
-            for chunk in obstore.list(client, prefix or None, chunk_size=1000):
-                for entry in chunk:
-                    yield entry["path"], entry["size"]
-        except (BaseError, OSError) as error:
-            raise self._down(error) from None
+        return ((path, size) for path, size, _ in self.versions(prefix))
 
     def versions(self, prefix: str = "", *, directly: bool = False) -> Iterator[tuple[str, int, str]]:
         """The same with each object's version (its ETag, or ""); with `directly`, without the folders below."""
-        self._connected(None)
-        client = self._connect(self.patience, alone=True)
-        try:
+        with self._listing() as client:
             if directly:
                 chunks: Any = [obstore.list_with_delimiter(client, prefix or None)["objects"]]
             else:
@@ -180,23 +174,27 @@ class ObjectStore:
             for chunk in chunks:
                 for entry in chunk:
                     yield str(entry["path"]), int(entry["size"]), entry["e_tag"] or ""
-        except (BaseError, OSError) as error:
-            raise self._down(error) from None
 
     def entries(self) -> tuple[Sequence[str], dict[str, Sequence[Any]]]:
         """What is directly below the URL: names of folders, and of objects with their size and version; both sorted and
         without hidden ones."""
-        self._connected(None)
-        try:
-            found = obstore.list_with_delimiter(self._connect(self.patience, alone=True))
-        except (BaseError, OSError) as error:
-            raise self._down(error) from None
+        with self._listing() as client:
+            found = obstore.list_with_delimiter(client)
         folders = sorted(str(prefix).strip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
         objects = {str(entry["path"]): (entry["size"], entry["e_tag"]) for entry in found["objects"]}
         return (
             [name for name in folders if not name.startswith(".")],
             {name: objects[name] for name in sorted(objects) if not name.startswith(".")},
         )
+
+    @contextmanager
+    def _listing(self) -> Iterator[Any]:
+        """A client that retries by itself; its errors become ours."""
+        self._connected(None)
+        try:
+            yield self._connect(self.patience, alone=True)
+        except (BaseError, OSError) as error:
+            raise self._down(error) from None
 
     def size_of(self, path: str) -> int:
         """Bytes of an object."""
@@ -314,9 +312,8 @@ class ObjectStore:
     def _connect(self, patience: Patience, *, alone: bool = False) -> Any:
         scheme = urlsplit(self.url).scheme
         settings: dict[str, Any] = profile_settings() if scheme.startswith("s3") else {}
-        endpoint = settings.get("endpoint") or next((os.environ[name] for name in _ENDPOINTS if name in os.environ), "")
         allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")
-        allow_http = allowed or endpoint.startswith("http://") or scheme == "http"
+        allow_http = allowed or self._endpoint().startswith("http://") or scheme == "http"
         try:
             return from_url(self.url, **settings, **patience.options(allow_http, alone=alone))
         except (BaseError, ValueError) as error:
@@ -395,15 +392,6 @@ class ObjectStore:
         return StoreDown(name, seen, why="no sample can be read until this is fixed", hint=hint)
 
 
-def open_object_store(url: str) -> ObjectStore:
-    """The object store of a URL; does not connect yet."""
-    return ObjectStore(url)
-
-
-def _object_store(url: str, max_object_bytes: int, patience: Patience) -> ObjectStore:
-    return ObjectStore(url, max_object_bytes=max_object_bytes, patience=patience)
-
-
 # obstore has one runtime for each process. A forked child inherits it without its threads: its first request never
 # ends, and can break the parent's connections.
 _process_of_first_request: int | None = None
@@ -445,3 +433,80 @@ def _summary(error: Exception) -> str:
     line = text.split("\n", 1)[0].split(" - ")[-1].strip()
     parts = [line, _code(error), next((group for group in cause.groups() if group), None) if cause else None]
     return redact_text("; ".join(part for part in parts if part))[:300]
+
+
+# Settings of profiles whose keys only AWS's own code can make.
+_NEEDS_AWS_CODE = ("sso_session", "sso_start_url", "role_arn", "credential_process", "login_session")
+
+
+def profile_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Settings that the chosen profile adds to the environment, as obstore's options; empty if there is no profile."""
+    anonymous = environment.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1")
+    keys_wanted = "AWS_ACCESS_KEY_ID" not in environment and not anonymous
+    name = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or "default"
+    heading = name if name == "default" else f"profile {name}"
+    values = _section(_file(environment, "AWS_CONFIG_FILE", "config"), heading)
+    values |= _section(_file(environment, "AWS_SHARED_CREDENTIALS_FILE", "credentials"), name)
+    settings: dict[str, Any] = {}
+    if keys_wanted and values.get("aws_access_key_id") and values.get("aws_secret_access_key"):
+        settings["access_key_id"] = values["aws_access_key_id"]
+        settings["secret_access_key"] = values["aws_secret_access_key"]
+        if values.get("aws_session_token"):
+            settings["token"] = values["aws_session_token"]
+    elif keys_wanted and "AWS_PROFILE" in environment:
+        settings["credential_provider"] = _boto3_provider(name, values)
+    if "AWS_REGION" not in environment and "AWS_DEFAULT_REGION" not in environment and values.get("region"):
+        settings["region"] = values["region"]
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    if not any(variable in environment for variable in endpoints) and values.get("endpoint_url"):
+        settings["endpoint"] = values["endpoint_url"]
+    return settings
+
+
+def _boto3_provider(name: str, values: Mapping[str, str]) -> Any:
+    """A provider that gets a profile's keys from boto3, and refreshes them; raises UserError if it cannot."""
+    setting = next((key for key in _NEEDS_AWS_CODE if key in values), None)
+    hint = f'eval "$(aws configure export-credentials --profile {name} --format env)"'
+    if setting is None:
+        raise UserError(
+            "no-credentials",
+            f"the AWS profile '{name}' (AWS_PROFILE) has no keys in ~/.aws",
+            why="the bucket cannot be read without credentials",
+            hint=hint,
+        )
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise UserError(
+            "no-credentials",
+            f"the AWS profile '{name}' has no keys of its own; it uses {setting}",
+            why="only boto3 can get keys for such a profile, and it is not installed",
+            hint=f"pip install boto3, or {hint}",
+        ) from None
+    try:
+        return Boto3CredentialProvider(boto3.Session(profile_name=name))
+    except Exception as error:  # botocore has a class of errors for each way in which a profile can fail
+        raise UserError(
+            "no-credentials",
+            f"boto3 found no keys for the AWS profile '{name}', which uses {setting}: {error}",
+            hint=f"aws sso login --profile {name} if it uses SSO, or {hint}",
+        ) from None
+
+
+def _file(environment: Mapping[str, str], variable: str, usual: str) -> Path:
+    named = environment.get(variable)
+    return Path(named).expanduser() if named else Path(environment.get("HOME") or "~").expanduser() / ".aws" / usual
+
+
+def _section(path: Path, name: str) -> dict[str, str]:
+    # No interpolation: secrets may contain a percent sign.
+    parser = ConfigParser(interpolation=None, strict=False)
+    try:
+        parser.read(path, encoding="utf-8")
+    except (OSError, Error, UnicodeDecodeError) as error:
+        # The parser's own message would show the line, which may be a secret.
+        raise UserError(
+            "credentials-unreadable", f"{path} cannot be read: {type(error).__name__}", hint=f"ls -l {path}"
+        ) from None
+    return dict(parser[name]) if parser.has_section(name) else {}

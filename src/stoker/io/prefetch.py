@@ -173,7 +173,8 @@ class Prefetcher(Generic[Key, Result]):
         assert os.getpid() == self._process, "a prefetcher belongs to the process that made it"
         waiter = _Waiter()
         with self._lock:
-            self._check_open()
+            if self._is_closed:
+                raise RuntimeError("the reader was closed")
             reads, missing = self._claim(keys, waiter)
             in_pool = self._blocking.blocks
             if in_pool:
@@ -251,10 +252,6 @@ class Prefetcher(Generic[Key, Result]):
         self._urgent.clear()
         self._progress.notify_all()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("the reader was closed")
-
     def _claim(self, wanted: Sequence[Key], waiter: _Waiter) -> tuple[dict[Key, _Read[Key, Result]], list[Key]]:
         """Splits the wanted keys into those read or being read, and the missing ones; call with the lock held."""
         reads: dict[Key, _Read[Key, Result]] = {}
@@ -283,7 +280,8 @@ class Prefetcher(Generic[Key, Result]):
 
     def _put_first(self, missing: list[Key], reads: dict[Key, _Read[Key, Result]], waiter: _Waiter) -> None:
         """Puts keys that are needed now before all that are read ahead, regardless of the budget; needs the lock."""
-        self._check_open()  # closed since `take` began: no thread will read it
+        if self._is_closed:  # since `take` began: no thread will read it
+            raise RuntimeError("the reader was closed")
         if missing and not waiter.left:
             waiter.done.clear()  # the previous reads may have arrived in the meantime
         for key in missing:
@@ -327,11 +325,8 @@ class Prefetcher(Generic[Key, Result]):
 
     def _timed(self, results: Iterator[Result | ReadFailure]) -> Result | ReadFailure:
         # Results that a cache in front of a remote store did not have to fetch count as local.
-        before = self._fetches()
-        return self._blocking.timed(lambda: next(results), lambda: self._fetches() != before)
-
-    def _fetches(self) -> int:
-        return getattr(self._store, "fetches", 0)
+        before = getattr(self._store, "fetches", 0)
+        return self._blocking.timed(lambda: next(results), lambda: getattr(self._store, "fetches", 0) != before)
 
     def _next_read(self) -> _Read[Key, Result] | None:
         with self._lock:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,8 +19,9 @@ import numpy as np
 
 from stoker.core.console import Advance
 from stoker.core.errors import UserError
-from stoker.io.storage_speed import IN_MEMORY, drop_from_cache, mount_of
-from stoker.io.stores import ReadFailure, StoreDown, is_url, open_store
+from stoker.io.storage_speed import IN_MEMORY, LEAST_READS, Read, Round, dropped, read_round, read_warm
+from stoker.io.stores import Location, ReadFailure, is_url, open_store
+from stoker.profile.mounts import mount_of
 
 SMALL_READ = 114_660
 """Bytes: an image of MLPerf Storage's ResNet-50, which is ImageNet's mean."""
@@ -34,39 +34,6 @@ LARGE_AT_ONCE = 16
 MOST_LISTED = 20_000
 LISTING_S = 5.0
 MOST_TARGETS = 20_000
-LEAST_READS = 4
-"""Fewer reads say nothing about a percentile, let alone a rate."""
-DROPPING_SHARE = 0.5
-"""Share of a round's time, before it: if the page cache drops nothing, each attempt takes some pauses."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """Bytes that can be read once."""
-
-    path: str
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Round:
-    """Reads by a number of threads for some time."""
-
-    at_once: int
-    reads: int
-    bytes: int
-    seconds: float
-    p50_s: float
-    p99_s: float
-
-    @property
-    def reads_per_second(self) -> float:
-        return self.reads / self.seconds
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.bytes / self.seconds
 
 
 @dataclass(frozen=True)
@@ -109,12 +76,15 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
     counts = AT_ONCE_REMOTE if files.remote else AT_ONCE
     steps = len(counts) + 2
     each_s = seconds / steps
-    small = _Supply(files, small_targets(readable))
-    large = _Supply(files, _large_targets(readable))
-    profile = StorageProfile(
-        source, files.kind, files.remote, len(files.sizes), sum(size for _, size in readable) / len(readable),
-        sum(target.size for target in small.targets) / len(small.targets),
-    )  # fmt: skip
+    small, large = small_targets(readable), _large_targets(readable)
+    # The first are given out again only when all were, and have left the page cache again.
+    in_turn = cycle(small)
+
+    def cold_round(places: Iterable[Location], at_once: int, least: int) -> Round | None:
+        if not files.remote_store:
+            places = dropped(places, each_s, enough=LEAST_READS * at_once)
+        return read_round(files.read, list(places), at_once, each_s, least)
+
     missing: list[str] = []
     cold: list[Round] = []
     if files.kind in IN_MEMORY:
@@ -124,9 +94,8 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
             advance(done, steps)
             if done and not cold:
                 break  # if one reader finds nothing cold, more do not
-            if (
-                one := read_round(files.read, small.cold(each_s, at_once), at_once, each_s, max(LEAST_READS, at_once))
-            ) is not None:
+            one = cold_round(islice(in_turn, len(small)), at_once, max(LEAST_READS, at_once))
+            if one is not None:
                 cold.append(one)
         if not cold:
             missing.append(
@@ -136,23 +105,24 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
         elif len(cold) < len(counts):
             missing.append(f"more than {cold[-1].at_once} cold reads at once: too few files, or too little time")
     advance(len(counts), steps)
-    warm = None if files.remote_store else _warm(files, small.targets, each_s)
+    warm = None if files.remote_store else read_warm(files.read, small, each_s)
     advance(len(counts) + 1, steps)
-    bulk = None
-    if files.kind not in IN_MEMORY and large.targets:
-        bulk = read_round(files.read, large.cold(each_s, LARGE_AT_ONCE), LARGE_AT_ONCE, each_s, 1)
-    if not large.targets:
+    bulk = cold_round(large, LARGE_AT_ONCE, 1) if files.kind not in IN_MEMORY else None
+    if not large:
         missing.append("large reads: no file has a megabyte")
     elif bulk is None and cold:
         missing.append("large reads: too few files, or too little time")
     advance(steps, steps)
-    return replace(profile, cold=tuple(cold), warm=warm, large=bulk, missing=tuple(missing))
+    return StorageProfile(
+        source, files.kind, files.remote, len(files.sizes), sum(size for _, size in readable) / len(readable),
+        sum(place.size or 0 for place in small) / len(small), tuple(cold), warm, bulk, tuple(missing),
+    )  # fmt: skip
 
 
-def small_targets(files: Sequence[tuple[str, int]]) -> list[Target]:
+def small_targets(files: Sequence[tuple[str, int]]) -> list[Location]:
     """Whole files below a megabyte, as a loader of images reads them, and SMALL_READ bytes from many places of larger
     ones: a place in each file in turn, so that a few shards are read all over, and none of many files twice."""
-    rng, found = np.random.default_rng(0), list[Target]()
+    rng, found = np.random.default_rng(0), list[Location]()
     places = {path: min(size // (4 * SMALL_READ), MOST_TARGETS) if size >= LEAST_LARGE else 1 for path, size in files}
     for turn in range(max(places.values())):
         some = [(path, size) for path, size in files if places[path] > turn]
@@ -161,15 +131,15 @@ def small_targets(files: Sequence[tuple[str, int]]) -> list[Target]:
             width = size if size < LEAST_LARGE else SMALL_READ
             begin = size * turn // places[path]
             offset = begin + int(rng.integers(max(1, size // places[path] - width)))
-            found.append(Target(path, min(offset, size - width) if turn or size > width else 0, width))
+            found.append(Location(path, min(offset, size - width) if turn or size > width else 0, width))
         if len(found) >= MOST_TARGETS:
             break
     return found
 
 
-def _large_targets(files: Sequence[tuple[str, int]]) -> list[Target]:
+def _large_targets(files: Sequence[tuple[str, int]]) -> list[Location]:
     return [
-        Target(path, offset, min(LARGE_READ, size - offset))
+        Location(path, offset, min(LARGE_READ, size - offset))
         for path, size in files
         if size >= LEAST_LARGE
         for offset in range(0, min(size, 64 * LARGE_READ), LARGE_READ)
@@ -186,87 +156,7 @@ class _Files:
     remote_store: bool
     """An object store: this host caches nothing of it."""
     sizes: list[tuple[str, int]]
-    read: Callable[[Target], int]
-
-
-class _Supply:
-    """Targets in turn: the first are given out again only when all were, and have left the page cache again."""
-
-    def __init__(self, files: _Files, targets: list[Target]) -> None:
-        self.targets = targets
-        self._files = files
-        self._next = cycle(targets)
-
-    def cold(self, seconds: float, at_once: int) -> list[Target]:
-        """Some that a round can read, dropped from the page cache in a part of its time."""
-        found: list[Target] = []
-        began = time.perf_counter()
-        if self._files.remote_store:
-            return list(islice(self._next, len(self.targets)))
-        for target in islice(self._next, len(self.targets)):
-            if drop_from_cache(target.path, target.offset, target.size):
-                found.append(target)
-            took = time.perf_counter() - began
-            if took > seconds or (took > DROPPING_SHARE * seconds and len(found) >= LEAST_READS * at_once):
-                break
-        return found
-
-
-def read_round(
-    read: Callable[[Target], int], targets: Sequence[Target], at_once: int, seconds: float, least: int
-) -> Round | None:
-    """Reads the targets with this many threads until the time is over; None if fewer than `least` can be read."""
-    if len(targets) < least:
-        return None
-    queue = iter(targets)
-    lock = threading.Lock()
-    took: list[float] = []
-    sizes: list[int] = []
-    ends: list[float] = []
-    faults: list[StoreDown] = []
-    began = time.perf_counter()
-
-    def work() -> None:
-        while time.perf_counter() - began < seconds and not faults:
-            with lock:
-                target = next(queue, None)
-            if target is None:
-                return
-            start = time.perf_counter()
-            try:
-                size = read(target)
-            except StoreDown as error:
-                faults.append(error)
-                return
-            except (OSError, ReadFailure):
-                continue  # one file that cannot be read says nothing about the storage
-            end = time.perf_counter()
-            with lock:
-                took.append(end - start)
-                sizes.append(size)
-                ends.append(end)
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(at_once, len(targets)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
-    if len(took) < least:
-        return None
-    took.sort()
-    return Round(
-        len(threads), len(took), sum(sizes), max(ends) - began, took[len(took) // 2], took[int(0.99 * len(took))]
-    )
-
-
-def _warm(files: _Files, targets: Sequence[Target], seconds: float) -> Round | None:
-    """The same few targets again and again, after a first time that is not counted."""
-    few = targets[:64]
-    read_round(files.read, few, 4, seconds / 2, 1)
-    repeated = [target for _ in range(200) for target in few]
-    return read_round(files.read, repeated, 1, seconds / 2, LEAST_READS)
+    read: Read
 
 
 # What there is to read.
@@ -307,14 +197,14 @@ def _walk(top: Path) -> Iterator[tuple[str, int]]:
             continue  # a folder without read permission; others may have it
 
 
-def _read_file(target: Target) -> int:
+def _read_file(target: Location) -> int:
     descriptor = os.open(target.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if target.offset:
             # Otherwise the kernel would read ahead, which does not help a random read.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        got = 0
-        while got < target.size and (part := os.pread(descriptor, target.size - got, target.offset + got)):
+        got, size = 0, target.size or 0
+        while got < size and (part := os.pread(descriptor, size - got, target.offset + got)):
             got += len(part)
         return got
     finally:
@@ -343,7 +233,7 @@ def _objects(source: str) -> _Files:
             raise _nothing_below(source) from None
     reader = store
     scheme = urlsplit(source).scheme
-    return _Files(scheme, True, True, sizes, lambda target: len(reader.read(target.path, target.offset, target.size)))
+    return _Files(scheme, True, True, sizes, lambda place: len(reader.read(*place)))
 
 
 def _nothing_below(source: str) -> UserError:

@@ -1,18 +1,17 @@
-"""Storage: which file system a path is on, how fast it is, cold and warm, and how fast this host's own disk is.
+"""How fast storage is, cold and warm, by one reader and by many, and how fast this host's own disk is.
 
-Measuring reads files that exist, and needs neither root nor a change to the data.
+Measuring reads files that exist, and needs neither root nor a change to the data. A cold read is one whose file was
+dropped from this host's page cache before; what a server has cached cannot be dropped from here.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,101 +23,48 @@ from numpy.typing import NDArray
 
 from stoker.core.console import Say
 from stoker.io.prefetch import Located
-from stoker.io.stores import Location, ReadFailure, Store, is_url
-from stoker.profile.local_disk import MOUNTINFO
+from stoker.io.stores import Location, ReadFailure, Store, StoreDown, is_url
+from stoker.profile.mounts import mount_of
 from stoker.profile.observed import StorageFacts
-
-# As the kernel and the usual clients name them.
-NETWORK_KINDS = frozenset(
-    {
-        "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "beegfs", "beegfs_nodev", "ceph", "gpfs", "wekafs", "afs",
-        "glusterfs", "orangefs", "pvfs2", "panfs", "ocfs2", "gfs2", "9p", "davfs",
-    }
-)  # fmt: skip
-LOCAL_FUSE = frozenset(
-    {"fuse.fuse-overlayfs", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat", "fuse.bindfs", "fuse.mergerfs"}
-)
-"""Most FUSE file systems are a bucket or another host (mountpoint-s3, gcsfuse, goofys, sshfs); these are not."""
-
-AMBIGUOUS_KINDS = frozenset({"fuse", "virtiofs", "fuse.portal"})
-NETWORK_SOURCES = frozenset({"mountpoint-s3", "s3fs", "gcsfuse", "goofys", "JuiceFS"})
-"""Clients whose kind is just `fuse`, by the device column of the mount list."""
-
-
-@dataclass(frozen=True)
-class Mount:
-    """The file system under a path."""
-
-    kind: str
-    remote: bool | None
-    """None where its kind does not say: a FUSE file system may be anything."""
-
-
-def mount_of(path: str | Path, mountinfo: Path = MOUNTINFO) -> Mount | None:
-    """The file system that holds a path; None where the kernel does not say."""
-    real = os.path.realpath(path)
-    best: tuple[int, list[str]] | None = None
-    try:
-        lines = mountinfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        columns = left.split()
-        if len(columns) < 5 or not right:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), columns[4])
-        # If several share a mount point, the last is visible.
-        if _holds(point, real) and (best is None or len(point) >= best[0]):
-            best = (len(point), right.split())
-    if best is None:
-        return None
-    kind, *source = best[1][:2]
-    return Mount(kind, is_remote(kind, *source))
-
-
-def is_remote(kind: str, source: str = "") -> bool | None:
-    """Whether a file system of this kind and source is reached over a network; None where the kind does not say."""
-    if kind in NETWORK_KINDS or source in NETWORK_SOURCES:
-        return True
-    if kind in LOCAL_FUSE or kind == "fuseblk":
-        return False
-    if kind in AMBIGUOUS_KINDS:
-        return None
-    return kind.startswith("fuse.")
-
-
-def _holds(point: str, path: str) -> bool:
-    return point == "/" or path == point or path.startswith(point.rstrip("/") + "/")
-
 
 # The same numbers as the loader's readers (stoker.io.prefetch).
 LOCAL_READERS = 16
 REMOTE_READERS = 64
 # A fast disk reads these in a second, and more would not change the result.
 MOST_SAMPLES = 2000
-LEAST_SAMPLES = 4
 WARM_SAMPLES = 64
+LEAST_READS = 4
+"""Fewer reads say nothing about a percentile, let alone a rate."""
+DROPPING_SHARE = 0.5
+"""Share of a round's time, before it: if the page cache drops nothing, each attempt takes some pauses."""
 # The kernel groups neighbouring pages, and drops a group as a whole or not at all.
 LARGEST_FOLIO = 2 << 20
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 # Shares of the time for: one reader cold, the same warm, many readers cold.
 _SHARES = (0.4, 0.2, 0.4)
 
+Read = Callable[[Location], int]
+"""Reads the bytes at a place; returns how many there were."""
+
 
 @dataclass(frozen=True)
-class Reading:
-    """The result of one round of reads."""
+class Round:
+    """Reads by a number of threads for some time."""
 
+    at_once: int
+    reads: int
     bytes: int
-    samples: int
     seconds: float
-    latency_s: float | None = None
-    """Median time until the first byte."""
+    p50_s: float
+    p99_s: float
 
     @property
-    def bytes_per_second(self) -> float | None:
-        return self.bytes / self.seconds if self.bytes and self.seconds > 0 else None
+    def reads_per_second(self) -> float:
+        return self.reads / self.seconds
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / self.seconds
 
 
 class StoredSamples(Protocol):
@@ -149,25 +95,33 @@ def measure_storage(
     could not be measured."""
     root = None if store.is_remote else store.url
     alone, together = _two_draws(samples)
-    whole = samples.index.are_files
-    memory = facts.kind in IN_MEMORY  # files there are never cold
-    one = None if memory else _read_cold(store, alone, seconds * _SHARES[0], root, whole=whole)
+
+    def read(place: Location) -> int:
+        return len(store.read(*place, whole=samples.index.are_files))
+
+    one, many, latency_s = None, None, None
+    if facts.kind not in IN_MEMORY:  # files there are never cold
+        one, latency_s = _read_cold(store, read, alone, seconds * _SHARES[0], root)
     # Nothing of an object store is cached on this side.
-    warm = None if root is None else _read_warm(store, alone, seconds * _SHARES[1], whole=whole)
-    readers = REMOTE_READERS if store.is_remote else LOCAL_READERS
-    many = None if memory else _read_together(store, together, seconds * _SHARES[2], root, readers, whole=whole)
-    if one is None and warm is None:
+    warm = None if root is None else read_warm(read, alone, seconds * _SHARES[1])
+    if facts.kind not in IN_MEMORY:
+        if root is not None:
+            together = dropped(together, seconds * _SHARES[2], f"{root}/")
+        if len(together) >= LEAST_READS:
+            readers = REMOTE_READERS if store.is_remote else LOCAL_READERS
+            many = read_round(read, together, readers, seconds * _SHARES[2], 1)
+    known = one or warm
+    if known is None:
         missing("storage: none of the samples we tried could be read")
     elif one is None:
         missing("cold storage: these files cannot be dropped from the page cache (they are in memory or being written)")
-    known = one or warm
     if facts.bytes_per_sample is None and known is not None:
-        mean = known.bytes / known.samples
+        mean = known.bytes / known.reads
         facts = replace(facts, bytes_per_sample=mean, dataset_bytes=int(mean * len(samples)))
     return replace(
         facts,
         cold_bytes_per_second=None if one is None else one.bytes_per_second,
-        latency_s=None if one is None else one.latency_s,
+        latency_s=latency_s,
         warm_bytes_per_second=None if warm is None else warm.bytes_per_second,
         parallel_bytes_per_second=None if many is None else many.bytes_per_second,
     )
@@ -178,16 +132,17 @@ def _two_draws(samples: StoredSamples) -> tuple[list[Location], list[Location]]:
     count = min(len(samples), 2 * MOST_SAMPLES)
     members = np.random.default_rng(0).choice(len(samples), count, replace=False).astype(np.int64)
     places = list(samples.index.locations(samples.indices(members).tolist()))
-    if count < 2 * LEAST_SAMPLES:
+    if count < 2 * LEAST_READS:
         return places, places
     return places[: count // 2], places[count // 2 :]
 
 
 def _read_cold(
-    store: Store, places: Sequence[Location], seconds: float, root: str | None, *, whole: bool
-) -> Reading | None:
-    """Reads samples one by one that are not in the page cache; None if all of them are."""
-    began, took, read, latencies = time.perf_counter(), 0.0, 0, list[float]()
+    store: Store, read: Read, places: Sequence[Location], seconds: float, root: str | None
+) -> tuple[Round | None, float | None]:
+    """Reads samples one by one that are not in the page cache, and the median time until the first byte; None if all of
+    them are."""
+    began, size, firsts, whole = time.perf_counter(), 0, list[float](), list[float]()
     for place in places:
         if time.perf_counter() - began > seconds:
             break
@@ -195,80 +150,86 @@ def _read_cold(
             continue
         try:
             start = time.perf_counter()
-            _first_byte(store, place, root)
+            if root is None:
+                store.read(place.path, place.offset, 1)
+            else:
+                with _opened(f"{root}/{place.path}") as descriptor:
+                    os.pread(descriptor, 1, place.offset)
             first = time.perf_counter()
-            read += len(store.read(*place, whole=whole))
+            size += read(place)
         except ReadFailure:
             continue  # training reports it when it reads that sample
+        firsts.append(first - start)
         # From an object store the first byte is a separate request, which real reads do without.
-        took += time.perf_counter() - (start if root is not None else first)
-        latencies.append(first - start)
-    return Reading(read, len(latencies), took, statistics.median(latencies)) if latencies else None
+        whole.append(time.perf_counter() - (start if root is not None else first))
+    if not size:
+        return None, None
+    return _round(1, size, whole, sum(whole)), statistics.median(firsts)
 
 
-def _read_warm(store: Store, places: Sequence[Location], seconds: float, *, whole: bool) -> Reading | None:
-    """Reads a few samples repeatedly; the first pass is not counted."""
-    places = places[:WARM_SAMPLES]
-    began = counted_from = time.perf_counter()
-    read = count = 0
-    for number in itertools.count():
-        try:
-            size = len(store.read(*places[number % len(places)], whole=whole))
-        except ReadFailure:
-            size = 0
-        now = time.perf_counter()
-        if number < len(places):
-            counted_from = now
-        elif size:
-            read, count = read + size, count + 1
-        if now - began > seconds and number >= 2 * len(places):
-            break
-    return Reading(read, count, time.perf_counter() - counted_from) if count else None
+def read_warm(read: Read, places: Sequence[Location], seconds: float) -> Round | None:
+    """The same few places again and again by one reader, after a first time that is not counted."""
+    first = read_round(read, places[:WARM_SAMPLES], 4, seconds / 2, 1)
+    warm = [] if first is None else [*places[: first.reads]]
+    return read_round(read, 200 * warm, 1, seconds / 2, LEAST_READS)
 
 
-def _read_together(
-    store: Store, places: Sequence[Location], seconds: float, root: str | None, readers: int, *, whole: bool
-) -> Reading | None:
-    if root is not None:
-        places = _dropped(places, seconds, root)
-    if len(places) < LEAST_SAMPLES:
+def read_round(read: Read, places: Sequence[Location], at_once: int, seconds: float, least: int) -> Round | None:
+    """Reads the places with this many threads until the time is over; None if fewer than `least` can be read."""
+    if len(places) < least:
         return None
-    began = time.perf_counter()
+    queue = iter(places)
+    lock = threading.Lock()
+    took: list[float] = []
+    faults: list[StoreDown] = []
+    began = ended = time.perf_counter()
+    total = 0
 
-    def read_in_time(place: Location) -> tuple[int, float]:
-        """Bytes read, and when the last one arrived."""
-        if time.perf_counter() - began > seconds:
-            return 0, 0.0
-        try:
-            return len(store.read(*place, whole=whole)), time.perf_counter()
-        except ReadFailure:
-            return 0, 0.0
+    def work() -> None:
+        nonlocal total, ended
+        while time.perf_counter() - began < seconds and not faults:
+            with lock:
+                place = next(queue, None)
+            if place is None:
+                return
+            start = time.perf_counter()
+            try:
+                size = read(place)
+            except StoreDown as error:
+                faults.append(error)
+                return
+            except (OSError, ReadFailure):
+                continue  # one file that cannot be read says nothing about the storage
+            end = time.perf_counter()
+            with lock:
+                ended, total = max(ended, end), total + size
+                took.append(end - start)
 
-    with ThreadPoolExecutor(min(readers, len(places))) as pool:
-        found = [(size, end) for size, end in pool.map(read_in_time, places) if size]
-    if not found:
-        return None
-    return Reading(sum(size for size, _ in found), len(found), max(end for _, end in found) - began)
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(at_once, len(places)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]
+    return None if len(took) < max(1, least) else _round(len(threads), total, took, ended - began)
 
 
-def _dropped(places: Sequence[Location], seconds: float, root: str) -> list[Location]:
-    """The samples that left the page cache, as far as time allows: if none does, each costs some pauses."""
-    end = time.perf_counter() + seconds
-    out: list[Location] = []
+def _round(at_once: int, size: int, took: list[float], seconds: float) -> Round:
+    took.sort()
+    return Round(at_once, len(took), size, seconds, took[len(took) // 2], took[int(0.99 * len(took))])
+
+
+def dropped(places: Iterable[Location], seconds: float, root: str = "", enough: int | None = None) -> list[Location]:
+    """Those that left the page cache, as far as time allows; once there are `enough`, in half of it."""
+    began, found = time.perf_counter(), list[Location]()
     for place in places:
-        if drop_from_cache(f"{root}/{place.path}", place.offset, place.size):
-            out.append(place)
-        if time.perf_counter() > end:
+        if drop_from_cache(f"{root}{place.path}", place.offset, place.size):
+            found.append(place)
+        took = time.perf_counter() - began
+        if took > seconds or (enough is not None and took > DROPPING_SHARE * seconds and len(found) >= enough):
             break
-    return out
-
-
-def _first_byte(store: Store, place: Location, root: str | None) -> None:
-    if root is None:
-        store.read(place.path, place.offset, 1)
-        return
-    with _opened(f"{root}/{place.path}") as descriptor:
-        os.pread(descriptor, 1, place.offset)
+    return found
 
 
 # A page that the kernel is moving or writing back cannot be dropped at that moment, but can shortly after.

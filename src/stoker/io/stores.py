@@ -7,6 +7,7 @@ import os
 import resource
 import stat
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -49,14 +50,6 @@ class ReadFailure(Exception):
 
 class StoreDown(UserError):
     """The whole store cannot be read: no sample is at fault, and the run has to stop."""
-
-    def __reduce__(self) -> Any:
-        # Workers send it to the main process.
-        return _store_down, (self.name, self.seen, self.why, self.hint)
-
-
-def _store_down(name: str, seen: str, why: str | None, hint: str | None) -> StoreDown:
-    return StoreDown(name, seen, why=why, hint=hint)
 
 
 class Store(Protocol):
@@ -102,7 +95,7 @@ class LocalStore:
         self._most_open = max(1, min(MOST_OPEN_SHARDS, soft_limit // 4 if soft_limit > 0 else MOST_OPEN_SHARDS))
 
     def __reduce__(self) -> Any:
-        return _local_store, (self.root, self.max_object_bytes)
+        return partial(LocalStore, max_object_bytes=self.max_object_bytes), (self.root,)
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
         """The bytes, in the calling thread."""
@@ -216,10 +209,6 @@ class _OpenFile:
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
-
-
-def _local_store(root: str, max_object_bytes: int) -> LocalStore:
-    return LocalStore(root, max_object_bytes=max_object_bytes)
 
 
 def _read_fully(descriptor: int, size: int, offset: int) -> bytes:

@@ -14,7 +14,8 @@ from typing import Any
 
 from stoker.core.console import format_table
 from stoker.core.units import duration_text, size_text
-from stoker.io.storage_profile import LARGE_READ, SMALL_READ, Round, StorageProfile
+from stoker.io.storage_profile import LARGE_READ, SMALL_READ, StorageProfile
+from stoker.io.storage_speed import Round
 from stoker.profile.datasheets import load_datasheet, published_rate
 from stoker.profile.observed import Observed
 

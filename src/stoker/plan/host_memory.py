@@ -83,7 +83,6 @@ class HostShape:
     processes: int = 1
     """One per accelerator of the host."""
     on_gpu: bool = False
-    pinned: bool = False
     samples: int | None = None
     """Training and validation; None if the data is unknown."""
     lookahead_bytes: int = 0
@@ -164,15 +163,6 @@ def loader_parts(loader: LoaderSettings, memory: LoaderMemory) -> dict[str, int]
         "workers": loader.workers * (each + held),
         "batches in flight": loader.batches * loader.batch_bytes,
     }
-
-
-def pinned_bytes(shape: HostShape) -> int:
-    """Page-locked memory, which can never be swapped out: batches, and the copy for a checkpoint."""
-    if not (shape.pinned and shape.on_gpu):
-        return 0
-    loaders = [loader for loader in (shape.loader, shape.validation) if loader is not None]
-    batches = shape.processes * sum(loader.batches * loader.batch_bytes for loader in loaders)
-    return batches + (shape.state_bytes if shape.writes_checkpoints else 0)
 
 
 def shm_budget(shape: HostShape, limit_bytes: int | None) -> Budget:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,21 +19,33 @@ from stoker.core.errors import StokerError, UsageError
 from stoker.core.files import write_text
 from stoker.io.cache import copied_bytes
 from stoker.loader.loader_memory import STATED
+from stoker.plan.allocator import replay
 from stoker.plan.break_even import ANY_DISK, Room
-from stoker.plan.budget import Hardware, MeasuredHere, PlannedRun, StepNeeds, check_counts, make_plan, trace_needs
+from stoker.plan.budget import (
+    Hardware,
+    MeasuredHere,
+    PlannedRun,
+    StepNeeds,
+    check_counts,
+    host_shape,
+    make_plan,
+    step_s_of,
+    trace_needs,
+)
 from stoker.plan.records import Plan
-from stoker.plan.step_costs import with_part
-from stoker.plan.tiers import TierSetting, choose_tiers
+from stoker.plan.roofline import step_seconds
 from stoker.plan.timing import CLOUD_THREADS_PER_CORE, SECOND_THREAD_GAIN, cores_worth, read_storage
-from stoker.plan.vram import VramSearch
+from stoker.plan.tracing import CannotTrace, trace_forward, trace_step
+from stoker.plan.vram import VramSearch, outside_bytes, parts_at_peak, usage_under
 from stoker.profile.accelerators import measure_cpu
 from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
-from stoker.profile.local_disk import find_local_disk
 from stoker.profile.memory import used_by_others_bytes
+from stoker.profile.mounts import find_local_disk
 from stoker.run.folder import run_folder_for
 from stoker.tasks.base import task_for
 from stoker.tasks.building import trial_run
+from stoker.tasks.plan_facts import ForwardCost, StepCost
 
 TRIAL_S = 3.0
 MOST_BATCH = 64
@@ -296,3 +308,149 @@ def _existing(folder: Path) -> Path:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
+
+
+@dataclass(frozen=True)
+class Tier:
+    """How much of a machine a setting uses."""
+
+    name: str
+    share_of_vram: float
+    """The rest is for validation, other library versions, and other processes on the device."""
+    share_of_ram: float
+    """The rest is for the page cache, which saves reading files twice."""
+    share_of_cores: float
+    prefetch: int
+    compiles: bool
+    about: str
+
+
+# Workers and batches in flight as commonly recommended for 16 cores (8, 12, 16 workers; 2, 3, 4 batches each); the
+# batch size follows from the traced memory.
+TIERS = (
+    Tier("conservative", 0.50, 0.50, 0.50, 2, False, "leaves room for whatever else runs on the machine"),
+    Tier("balanced", 0.65, 0.65, 0.75, 3, True, "recommended"),
+    Tier("aggressive", 0.85, 0.80, 1.00, 4, True, "close to the limits: try it for an epoch before leaving it alone"),
+)
+
+
+@dataclass(frozen=True)
+class TierSetting:
+    """The settings of a tier on one machine."""
+
+    tier: Tier
+    keys: dict[str, object]
+    """The config keys it sets."""
+    plan: Plan
+
+
+def choose_tiers(
+    plan_with: Callable[[dict[str, object]], Plan],
+    largest_batch: Callable[[float, bool], int | None],
+    *,
+    cpus_per_gpu: float,
+    most_samples: int | None,
+) -> list[TierSetting]:
+    """The keys of each tier, reduced until their plan stays within the tier's shares.
+
+    `plan_with` plans with these keys; `largest_batch` returns the largest batch within a share of the VRAM, compiled or
+    not, or None without an accelerator: then the batch size of the config stays.
+    """
+    found = []
+    for tier in TIERS:
+        keys: dict[str, object] = {
+            "num_workers": max(1, round(cpus_per_gpu * tier.share_of_cores)),
+            "prefetch_factor": tier.prefetch,
+            "compile_model": tier.compiles,
+        }
+        batch = largest_batch(tier.share_of_vram, tier.compiles)
+        if batch is not None:
+            keys["batch_size"] = round_batch(min(batch, most_samples or batch))
+        plan = plan_with(keys)
+        while not _keeps(plan, tier.share_of_ram) and (smaller := _smaller(keys)):
+            keys = smaller
+            plan = plan_with(keys)
+        found.append(TierSetting(tier, keys, plan))
+    return found
+
+
+def round_batch(batch: int) -> int:
+    """Rounds down to a batch size that suits tensor cores: a multiple of 32, or of 8 if small, or as it is."""
+    for step in (32, 8):
+        if batch >= 4 * step:
+            return batch // step * step
+    return max(1, batch)
+
+
+def _keeps(plan: Plan, share: float) -> bool:
+    ram, shm = plan.ram, plan.shm
+    return (ram.limit_bytes is None or ram.total_bytes <= share * ram.limit_bytes) and shm.fits is not False
+
+
+def _smaller(keys: dict[str, object]) -> dict[str, object] | None:
+    """Fewer batches in flight first, then fewer workers; that order costs the least speed."""
+    prefetch, workers = keys["prefetch_factor"], keys["num_workers"]
+    assert isinstance(prefetch, int)
+    assert isinstance(workers, int)
+    if prefetch > 2:
+        return {**keys, "prefetch_factor": prefetch - 1}
+    if workers > 1:
+        return {**keys, "num_workers": workers - max(1, workers // 4)}
+    return None
+
+
+def with_part(plan: Plan, job: PlannedRun, needs: StepNeeds) -> Plan:
+    """The plan with what its task adds to it."""
+    pace = plan.time.rates.get("accelerator")
+    costs = _JobCosts(job, needs, None if pace is None else pace.images_per_second)
+    part = job.task.plan_part(job.config, job.data, costs)
+    return plan if part is None else replace(plan, part=part, findings=(*plan.findings, *part.findings))
+
+
+@dataclass(frozen=True)
+class _JobCosts:
+    """`tasks.plan_facts.StepCosts` of a planned run."""
+
+    job: PlannedRun
+    needs: StepNeeds
+    samples_per_second: float | None
+
+    @property
+    def worker_bytes(self) -> int:
+        loader, memory = host_shape(self.job, self.needs).loader, self.job.measured.loader_memory
+        each = memory.worker if loader.engine == "process" else memory.thread
+        return each + self.job.prefetch * loader.batch_bytes
+
+    def step(self, config: Config) -> StepCost | None:
+        job = replace(self.job, config=config)
+        if job.hardware.on_cpu:
+            return None
+        try:
+            own = self.needs.trace if config == self.job.config else None
+            trace = own or trace_step(job.step)
+        except CannotTrace:
+            return None
+        limit = job.hardware.vram_bytes
+        outside = outside_bytes(trace, compiled=config.compile_model, gpus=job.hardware.world)
+        usage = usage_under(trace, limit, outside)
+        peak = sum(parts_at_peak(trace, usage, outside).values())
+        step_s = step_s_of(job, trace)
+        return StepCost(
+            usage.allocated_peak, peak, None if limit is None else peak <= limit,
+            None if step_s is None else job.total_batch / step_s,
+        )  # fmt: skip
+
+    def forward(self, batch: int) -> ForwardCost | None:
+        config, hardware = self.job.config, self.job.hardware
+        try:
+            trace = trace_forward(self.job.step, batch)
+        except CannotTrace:
+            return None
+        vram = seconds = None
+        if not hardware.on_cpu:
+            outside = outside_bytes(trace, compiled=False, gpus=1)
+            vram = replay(trace.events, trace.sizes).reserved_peak + sum(outside.values())
+        if hardware.sheet is not None:
+            tf32 = config.matmul_precision != "highest"
+            seconds = step_seconds(trace.ops, hardware.sheet, channels_last=config.channels_last, tf32=tf32).total_s
+        return ForwardCost(seconds, vram)

@@ -89,36 +89,10 @@ LARGEST_TEMPORARIES = 2
 FRAGMENTATION = 0.2
 
 
-@dataclass(frozen=True)
-class MemoryBound:
-    """Bytes that do not depend on the batch size, and bytes per sample."""
+def bound_without_trace(step: TraceableStep) -> Callable[[int], dict[str, int]]:
+    """The parts of the budget for a number of samples, at most, from a real forward pass of two samples on the CPU.
 
-    parameter_bytes: int
-    trained_bytes: int
-    ema_bytes: int
-    kept_bytes: int
-    """For the backward pass, per sample, in float32."""
-    largest_bytes: int
-    input_bytes: int
-    accumulation: int
-    how: str
-
-    def parts(self, batch: int) -> dict[str, int]:
-        """Bytes by the parts of a budget, for this many samples."""
-        found = {
-            "parameters": self.parameter_bytes,
-            "gradients": self.trained_bytes,
-            "optimizer": STATES * self.trained_bytes,
-            "ema": self.ema_bytes,
-            "activations": batch * self.kept_bytes,
-            "temporary": LARGEST_TEMPORARIES * batch * self.largest_bytes,
-            "batch": 2 * batch * self.input_bytes * self.accumulation,
-        }
-        return found | {"fragmentation": int(FRAGMENTATION * sum(found.values()))}
-
-
-def bound_without_trace(step: TraceableStep) -> MemoryBound:
-    """Runs a real forward pass of two samples, on the CPU and in float32: an upper bound for mixed precision."""
+    It runs in float32: an upper bound for mixed precision."""
     with torch.random.fork_rng(devices=[]):
         model = step.build_model()
         model.train()
@@ -126,19 +100,30 @@ def bound_without_trace(step: TraceableStep) -> MemoryBound:
         kept = _kept_for_backward(model, inputs)
     parameters = list(model.parameters())
     everything = [*parameters, *model.buffers()]
-    average = WeightAverage(model, step.ema_decay).tensors.values() if step.ema_decay is not None else ()
     own = {tensor.untyped_storage()._cdata for tensor in everything}
-    activations = {key: size for key, size in kept.items() if key not in own}
-    return MemoryBound(
-        parameter_bytes=_bytes(everything),
-        trained_bytes=_bytes([parameter for parameter in parameters if parameter.requires_grad]),
-        ema_bytes=_bytes(list(average)),
-        kept_bytes=-(-sum(activations.values()) // SAMPLES),
-        largest_bytes=-(-max(activations.values(), default=0) // SAMPLES),
-        input_bytes=-(-inputs.untyped_storage().nbytes() // SAMPLES),
-        accumulation=step.accumulation,
-        how="scaled up from a real forward pass of two samples in float32, plus a fifth for fragmentation",
+    activations = [size for key, size in kept.items() if key not in own]
+    kept_bytes, largest_bytes, input_bytes = (
+        -(-size // SAMPLES)
+        for size in (sum(activations), max(activations, default=0), inputs.untyped_storage().nbytes())
     )
+    trained_bytes = _bytes([parameter for parameter in parameters if parameter.requires_grad])
+    average = [] if step.ema_decay is None else list(WeightAverage(model, step.ema_decay).tensors.values())
+    fixed = {
+        "parameters": _bytes(everything),
+        "gradients": trained_bytes,
+        "optimizer": STATES * trained_bytes,
+        "ema": _bytes(average),
+    }
+
+    def parts(batch: int) -> dict[str, int]:
+        found = fixed | {
+            "activations": batch * kept_bytes,
+            "temporary": LARGEST_TEMPORARIES * batch * largest_bytes,
+            "batch": 2 * batch * input_bytes * step.accumulation,
+        }
+        return found | {"fragmentation": int(FRAGMENTATION * sum(found.values()))}
+
+    return parts
 
 
 def _kept_for_backward(model: nn.Module, inputs: Tensor) -> dict[int, int]:
@@ -187,23 +172,6 @@ PARTS = (
 )  # fmt: skip
 
 
-def vram_budget(
-    step: TraceableStep,
-    batch: int | None = None,
-    limit_bytes: int | None = None,
-    *,
-    compiled: bool = False,
-    gpus: int = 1,
-    search: bool = True,
-) -> VramBudget:
-    """The budget of a step on one of `gpus` accelerators with `limit_bytes` each, as torch reports their capacity.
-
-    Without a limit there is no search for the largest batch. A model that cannot be traced gets an upper bound, and a
-    note that names the operator.
-    """
-    return trace_vram(step, batch, limit_bytes, compiled=compiled, gpus=gpus, search=search)[0]
-
-
 def trace_vram(
     step: TraceableStep,
     batch: int | None = None,
@@ -213,7 +181,13 @@ def trace_vram(
     gpus: int = 1,
     search: bool = True,
 ) -> tuple[VramBudget, Trace | None]:
-    """`vram_budget`, and the trace behind it, from which the time is computed; None if the model cannot be traced."""
+    """The budget of a step on one of `gpus` accelerators with `limit_bytes` each, as torch reports their capacity.
+
+    With it the trace, from which the time is computed.
+
+    Without a limit there is no search for the largest batch. A model that cannot be traced gets an upper bound, a note
+    that names the operator, and no trace.
+    """
     batch = step.batch_size if batch is None else batch
     searching = limit_bytes is not None and search
     try:
@@ -221,13 +195,21 @@ def trace_vram(
     except CannotTrace as error:
         return _bounded(step, batch, limit_bytes, error, compiled=compiled, gpus=gpus), None
     outside = outside_bytes(traces.first, compiled=compiled, gpus=gpus)
-    largest = checkpointed = None
+    budget = _budget_of(traces.first, limit_bytes, outside)
     if limit_bytes is not None and search:
         largest = largest_batch(traces, limit_bytes, outside, batch)
-        checkpointed = _largest_checkpointed(step, limit_bytes, outside, max(batch, largest))
-    usage = usage_under(traces.first, limit_bytes, outside)
-    parts = parts_at_peak(traces.first, usage, outside)
-    return VramBudget(sum(parts.values()), parts, limit_bytes, largest, checkpointed), traces.first
+        checkpointed = None
+        if step.checkpointed is not None:
+            with suppress(UserError):  # the model does not support checkpointing, or cannot be traced with it
+                less = trace_batches(step.checkpointed, step.batch_size)
+                checkpointed = largest_batch(less, limit_bytes, outside, max(batch, largest))
+        budget = replace(budget, largest_batch=largest, largest_batch_checkpointed=checkpointed)
+    return budget, traces.first
+
+
+def _budget_of(trace: Trace, limit_bytes: int | None, outside: dict[str, int]) -> VramBudget:
+    parts = parts_at_peak(trace, usage_under(trace, limit_bytes, outside), outside)
+    return VramBudget(sum(parts.values()), parts, limit_bytes)
 
 
 def outside_bytes(trace: Trace, *, compiled: bool, gpus: int, context: int = CONTEXT) -> dict[str, int]:
@@ -273,26 +255,15 @@ def largest_batch(traces: Traces, limit: int, outside: dict[str, int], start: in
     return largest_that_fits(fits, start)
 
 
-def _largest_checkpointed(step: TraceableStep, limit: int, outside: dict[str, int], start: int) -> int | None:
-    if step.checkpointed is None:
-        return None
-    try:
-        traces = trace_batches(step.checkpointed, step.batch_size)
-    except UserError:  # the model does not support checkpointing, or cannot be traced with it
-        return None
-    return largest_batch(traces, limit, outside, start)
-
-
 def _bounded(
     step: TraceableStep, batch: int, limit: int | None, error: CannotTrace, *, compiled: bool, gpus: int
 ) -> VramBudget:
     bound = bound_without_trace(step)
-    trained = bound.trained_bytes if gpus > 1 else 0
     context = CONTEXT + (COMPILED_KERNELS if compiled else 0) + (NCCL_BUFFERS if gpus > 1 else 0)
 
     def parts(size: int) -> dict[str, int]:
-        found = dict.fromkeys(PARTS, 0) | bound.parts(size)
-        found["gradients"] += trained
+        found = dict.fromkeys(PARTS, 0) | bound(size)
+        found["gradients"] *= 2 if gpus > 1 else 1
         found["workspace"] += CUBLAS_WORKSPACE
         found["context"] += context
         return found
@@ -301,7 +272,8 @@ def _bounded(
     largest = None if limit is None else largest_that_fits(lambda size: sum(parts(size).values()) <= limit, batch)
     return VramBudget(
         sum(now.values()), now, limit, largest, None,
-        note=f"an upper bound instead of a trace: {error.seen}; {bound.how}",
+        note=f"an upper bound instead of a trace: {error.seen}; scaled up from a real forward pass of two samples in "
+        "float32, plus a fifth for fragmentation",
     )  # fmt: skip
 
 
@@ -323,10 +295,8 @@ class VramSearch:
     def budget(self, batch: int, limit_bytes: int | None) -> VramBudget:
         """The memory of a step with this batch size; does not search for the largest one."""
         if self._traces is None:
-            return vram_budget(self._step, batch, limit_bytes, compiled=self._compiled, gpus=self._gpus, search=False)
-        trace = self._traces.at(batch)
-        parts = parts_at_peak(trace, usage_under(trace, limit_bytes, self._outside), self._outside)
-        return VramBudget(sum(parts.values()), parts, limit_bytes)
+            return trace_vram(self._step, batch, limit_bytes, compiled=self._compiled, gpus=self._gpus, search=False)[0]
+        return _budget_of(self._traces.at(batch), limit_bytes, self._outside)
 
     def largest(self, limit_bytes: int) -> int | None:
         """The largest batch that stays below a limit without emptying the cache; None if the model cannot be traced.

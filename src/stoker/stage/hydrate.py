@@ -27,10 +27,9 @@ from typing import Any, Literal, NamedTuple, Self
 from stoker.core.console import Advance, Say, Transfer
 from stoker.core.errors import UsageError, UserError
 from stoker.core.units import count, size_text
-from stoker.io.storage_speed import mount_of
 from stoker.io.stores import is_url
-from stoker.stage.concurrency import RateLimit
-from stoker.stage.transfer import failure_lines
+from stoker.profile.mounts import mount_of
+from stoker.stage.transfer import RateLimit, failure_lines
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 5.0
 """Time between two queries about the files under way: each asks the metadata server about all of them."""
@@ -61,16 +60,16 @@ class HydrateOptions:
     """Time limit for one call of `lfs`, which only asks the metadata server."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hydrated:
-    """The result of hydrating a folder."""
+    """The result of hydrating a folder, or how far it is."""
 
     path: str
     kind: str | None
     """The kind of file system: lustre, nfs4, fuse.gcsfuse …"""
-    way: Literal["restore", "read", "restore, then read", "nothing to do"]
-    files: int
-    bytes: int
+    way: Literal["restore", "read", "restore, then read", "nothing to do"] = "nothing to do"
+    files: int = 0
+    bytes: int = 0
     released: int | None = None
     """Files that were not there before; None where the file system does not say."""
     restored: int = 0
@@ -101,20 +100,21 @@ def hydrate(
     began = time.monotonic()
     files = files or list_files(path)
     mount = mount_of(path)
-    kind = None if mount is None else mount.kind
-    work, note = _Work(files.sizes, how, RateLimit(how.limit_rate), progress, say), None
-    with Lfs(kind, how.call_s) as lfs:
+    done = Hydrated(
+        str(path), None if mount is None else mount.kind, files=len(files.sizes), bytes=sum(files.sizes.values())
+    )
+    work = _Work(done, files.sizes, how, RateLimit(how.limit_rate), progress, say)
+    with Lfs(done.kind, how.call_s) as lfs:
         try:
             work.restore_released(lfs)
         except (LfsFailed, _Stalled) as error:
-            note = str(error)
-            work.read_instead(lfs, note, _why_reading(str(path), kind, note))
+            done.note = str(error)
+            work.read_instead(lfs)
+            done.way = "restore, then read" if done.restored else "read"
     failed = files.unreadable | work.failed
-    return Hydrated(
-        str(path), kind, work.way if note is None else "restore, then read" if work.restored else "read",
-        len(files.sizes), sum(files.sizes.values()), work.released, work.restored, work.read,
-        time.monotonic() - began, tuple((os.fsdecode(name), failed[name]) for name in sorted(failed)), note,
-    )  # fmt: skip
+    done.failed = tuple((os.fsdecode(name), failed[name]) for name in sorted(failed))
+    done.seconds = time.monotonic() - began
+    return done
 
 
 def list_files(path: str | Path, advance: Advance = lambda _done, _total: None) -> FileList:
@@ -161,6 +161,7 @@ class _Stalled(Exception):
 class _Work:
     """The work in progress, for both ways of doing it."""
 
+    done: Hydrated
     sizes: dict[bytes, int]
     how: HydrateOptions
     rate: RateLimit
@@ -169,11 +170,7 @@ class _Work:
     failed: dict[bytes, str] = field(default_factory=dict)
     waiting: deque[bytes] = field(default_factory=deque)
     under_way: dict[bytes, None] = field(default_factory=dict)
-    way: Literal["restore", "nothing to do"] = "nothing to do"
-    released: int | None = None
-    restored: int = 0
-    read: int = 0
-    done: tuple[int, int] = (0, 0)
+    ended: tuple[int, int] = (0, 0)
     """Files and bytes."""
     of: tuple[int, int] = (0, 0)
 
@@ -184,13 +181,13 @@ class _Work:
         self.say(f"asking lfs about {count(len(paths), 'file')}")
         states = lfs.states(paths)
         self.failed |= {path: state.problem for path, state in states.items() if state.problem is not None}
-        self.released = sum(state.released for state in states.values())
+        self.done.released = sum(state.released for state in states.values())
         self.waiting.extend(path for path, state in states.items() if state.released and state.problem is None)
         if not self.waiting:
             return
         left = count(len(self.waiting), "file")
         self.say(f"{left} of {len(paths):,} not there yet; asking for {self.how.batch:,} at a time")
-        self.way, self.of = "restore", (len(self.waiting), sum(self.sizes[path] for path in self.waiting))
+        self.done.way, self.of = "restore", (len(self.waiting), sum(self.sizes[path] for path in self.waiting))
         self._show()
         look_s = min(FIRST_LOOK_S, self.how.stall_s / 4)
         pause_s, since, asked_again = look_s, time.monotonic(), False
@@ -214,26 +211,26 @@ class _Work:
                 self._ask(lfs, list(self.under_way))
                 since, asked_again = time.monotonic(), True
 
-    def read_instead(self, lfs: Lfs, note: str, why: str) -> None:
+    def read_instead(self, lfs: Lfs) -> None:
         """Reads what was not restored: the rest, or everything where `lfs` is of no use."""
-        left = [*self.under_way, *self.waiting]
-        if self.way == "restore":
-            self.say(f"{note}; reading the remaining {count(len(left), 'file')} instead")
+        left, restoring = [*self.under_way, *self.waiting], self.done.way == "restore"
+        if restoring:
+            self.say(f"{self.done.note}; reading the remaining {count(len(left), 'file')} instead")
         else:
-            self.say(why)
-            left, self.of = list(self.sizes), (len(self.sizes), sum(self.sizes.values()))
+            self.say(_why_reading(self.done))
+            left, self.of = list(self.sizes), (self.done.files, self.done.bytes)
         how = self.how
         self.failed |= read_through(left, self.rate, self._show, readers=how.readers, stall_s=how.stall_s)
         read = [path for path in left if path not in self.failed]
         still: list[bytes] = []
-        if self.way == "restore":
+        if restoring:
             with suppress(LfsFailed):  # then nobody can say
                 still = [path for path, state in lfs.states(read).items() if state.released]
         self.failed |= dict.fromkeys(still, "still released after it was read")
-        self.read = len(read) - len(still)
+        self.done.read = len(read) - len(still)
 
     def _show(self, files: int = 0, size: int = 0) -> None:
-        self.progress(self.done[0] + files, self.of[0], self.done[1] + size, self.of[1])
+        self.progress(self.ended[0] + files, self.of[0], self.ended[1] + size, self.of[1])
 
     def _ask(self, lfs: Lfs, paths: Sequence[bytes]) -> None:
         self.under_way |= dict.fromkeys(paths)
@@ -246,13 +243,13 @@ class _Work:
         for path, state in lfs.states(list(self.under_way)).items():
             if not state.released or state.problem is not None:
                 self._ended(path, state.problem)
-                self.restored += state.problem is None
+                self.done.restored += state.problem is None
         self._show()
         return len(self.under_way) < before
 
     def _ended(self, path: bytes, reason: str | None) -> None:
         del self.under_way[path]
-        self.done = self.done[0] + 1, self.done[1] + self.sizes[path]
+        self.ended = self.ended[0] + 1, self.ended[1] + self.sizes[path]
         if reason is not None:
             self.failed[path] = reason
 
@@ -323,14 +320,14 @@ def read_through(
     return {path: reason for path, reason in found.items() if reason is not None}
 
 
-def _why_reading(path: str, kind: str | None, note: str) -> str:
-    text = f"{path} cannot be restored by lfs ({note}), so every file is read once"
-    if kind == "lustre":
-        return f"{text}; reading fetches what is not there. With more rights: sudo stoker stage --hydrate {path}"
-    if kind is not None and kind.startswith("fuse"):
+def _why_reading(done: Hydrated) -> str:
+    text = f"{done.path} cannot be restored by lfs ({done.note}), so every file is read once"
+    if done.kind == "lustre":
+        return f"{text}; reading fetches what is not there. With more rights: sudo stoker stage --hydrate {done.path}"
+    if done.kind is not None and done.kind.startswith("fuse"):
         return (
             f"{text}. That fills the mount's own cache, if it has one (mountpoint-s3 --cache, gcsfuse's file cache); "
-            f"without one, `stoker stage {path} /local/disk/NAME` is the way"
+            f"without one, `stoker stage {done.path} /local/disk/NAME` is the way"
         )
     return text
 

@@ -26,8 +26,7 @@ from awscrt.exceptions import AwsCrtError
 
 from stoker.core.console import Advance
 from stoker.io import outage
-from stoker.io.aws_profile import profile_settings
-from stoker.io.object_store import ObjectStore, Patience
+from stoker.io.object_store import ObjectStore, Patience, profile_settings
 from stoker.io.stores import Buffer, ReadFailure, StoreDown
 from stoker.stage.sources import LISTING_THREADS, Content, Retried, Source, SourceFile, jitter, say_nothing
 

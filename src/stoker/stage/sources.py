@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from stoker.core.console import Advance, shown
 from stoker.core.errors import UserError, did_you_mean
 from stoker.core.redact import redact_text
-from stoker.io.copy_names import source_name
+from stoker.io.local_copy import source_name
 from stoker.io.object_store import ObjectStore, Patience
 from stoker.io.stores import REMOTE_SCHEMES, Buffer, ReadFailure, is_url
 

@@ -87,7 +87,6 @@ class Selection:
     """In place of `paths`: files, and folders with everything below them, such as Zarr volumes."""
 
     def wanted(self, path: str) -> bool:
-        """Whether a listed file is copied."""
         if path.startswith(self.left_out):
             return False
         if self.below is not None:
@@ -366,7 +365,6 @@ def at(place: str) -> Any:
 
 
 def task_for(config: Config) -> Task:
-    """The task of a config."""
     return task_named(config.task)
 
 
@@ -400,7 +398,6 @@ def metric_of(values: Mapping[str, Any]) -> Metric:
 
 
 def built_in_tasks() -> list[Task]:
-    """The tasks that come with stoker."""
     return [task_named(name) for name in BUILT_IN]
 
 

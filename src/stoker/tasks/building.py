@@ -103,7 +103,6 @@ def total_batch_of(config: Config, ranks: Ranks) -> int:
 
 
 def peak_lr_of(config: Config, ranks: Ranks) -> float:
-    """The optimizer's highest learning rate."""
     return scaled_lr(config.lr, total_batch_of(config, ranks), config.lr_reference_batch, config.scale_lr)
 
 
@@ -126,7 +125,6 @@ def with_sync_batchnorm(model: nn.Module) -> nn.Module:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The number of parameters, trained or frozen, without buffers."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -291,7 +289,6 @@ def horizon_for(config: Config, batches: int) -> Horizon:
 
 
 def average_of(config: Config, model: nn.Module, horizon: Horizon) -> WeightAverage | None:
-    """The moving average of the weights that the config asks for."""
     if config.ema_decay is None:
         return None
     return WeightAverage(

@@ -36,6 +36,11 @@ def unknown(seen: str, fix: str | None = None, *details: str, **facts: Any) -> F
     return Finding(seen, fix, status="unknown", details=details, facts=facts)
 
 
+def first_lines(lines: Sequence[str], most: int = 12, note: str = "") -> list[str]:
+    """The first of many lines, and how many are left."""
+    return [*lines[:most], *([f"and {len(lines) - most} more{note}"] if len(lines) > most else [])]
+
+
 @dataclass(frozen=True)
 class Check:
     """One declaration: listing it in `Task.checks`, or in a module of `stoker.verify` if it is for all tasks, is all
@@ -112,10 +117,6 @@ class Subject:
     def data(self) -> Any:
         """What the task's `open_data` returns."""
         return self.once("data", lambda subject: task_for(subject.config).open_data(subject.config, subject.say))
-
-    def with_data(self, data: Any) -> Subject:
-        """The same, with data that is already open."""
-        return self.with_made("data", data)
 
     def with_made(self, name: str, made: Any) -> Subject:
         """The same, with what `once` would return for a name."""

@@ -69,8 +69,6 @@ class SheetSection:
 
 @dataclass(frozen=True)
 class Sheet:
-    """Everything on the sheet, from top to bottom."""
-
     title: str
     notes: tuple[str, ...] = ()
     sections: tuple[SheetSection, ...] = ()
@@ -78,8 +76,6 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The sheet as an image."""
-
     image: Image.Image
     boxes: tuple[tuple[int, int, int, int], ...] = field(default=())
     """Where each picture is: left, top, right, bottom, in the order of the sheet."""
@@ -269,8 +265,6 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Preview:
-    """What the network gets, in pictures and as data."""
-
     sheet: Sheet
     describe: Callable[[Sequence[Box]], dict[str, Any]]
     """The document for `--json`, from the places of the pictures on the sheet."""
@@ -287,7 +281,6 @@ class InputRange:
 
 
 def range_of(inputs: Tensor) -> InputRange:
-    """The range of some inputs."""
     numbers = inputs.double()
     return InputRange(float(numbers.mean()), float(numbers.std()), float(numbers.min()), float(numbers.max()))
 

@@ -11,7 +11,7 @@ from stoker.config import Config
 from stoker.config.reading import load_for_command
 from stoker.core.console import format_table, progress_bar, say, say_notes
 from stoker.core.errors import UsageError
-from stoker.loader.loader import choose_engine
+from stoker.loader.loader import LoaderSpeed, choose_engine
 from stoker.profile.datasheets import PublishedRate, published_rate
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.tasks.base import task_for
@@ -30,21 +30,7 @@ _THREAD_PARTS = (
 
 
 @dataclass(frozen=True)
-class WorkerRate:
-    """The loader's speed with this number of workers and a consumer that takes no time."""
-
-    workers: int
-    images_per_second: float
-    first_batch_s: float
-    """Until the first batch, including the start of the workers."""
-    seconds_per_image: dict[str, float | None]
-    """By stage (fetch, decode, augment, collate), and in total: on-CPU, run-queue, blocked."""
-
-
-@dataclass(frozen=True)
 class DataBench:
-    """The result of `stoker bench data`."""
-
     source: str
     samples: int
     batch_size: int
@@ -54,7 +40,7 @@ class DataBench:
     decoder: str | None
     decoder_us: dict[str, float] | None
     """Calibrated time of each decoder; None if no calibration was needed."""
-    rates: tuple[WorkerRate, ...]
+    rates: tuple[LoaderSpeed, ...]
     decode_limit_images_per_second: float | None
     """Whole images decoded by libjpeg-turbo alone, with as many threads as the fastest rate has workers."""
     gpu: PublishedRate | None = None
@@ -67,13 +53,12 @@ class DataBench:
 
     @property
     def what(self) -> str:
-        """What one sample is."""
         if self.patch_size is None:
             return f"{self.decoder}, {self.img_size} px"
         return f"patches of {' x '.join(map(str, self.patch_size))}"
 
     @property
-    def best(self) -> WorkerRate:
+    def best(self) -> LoaderSpeed:
         return max(self.rates, key=lambda rate: rate.images_per_second)
 
     @property
@@ -82,11 +67,10 @@ class DataBench:
         return None if self.gpu is None else self.best.images_per_second / self.gpu.images_per_second
 
     def as_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
         return {
             "images_per_second": self.best.images_per_second,
             "by_workers": {str(rate.workers): rate.images_per_second for rate in self.rates},
-            "stages": self.best.seconds_per_image,
+            "stages": self.best.cost.per_image(),
             "decode_limit_images_per_second": self.decode_limit_images_per_second,
             "workers": self.best.workers,
             "first_batch_s": self.best.first_batch_s,
@@ -127,11 +111,10 @@ def bench_data(
             say(f"classes: {', '.join(data.classes)}")
         decoding, calibration = choose_decoding(config, data.index)
         data = TrainingData(data, None, decoding)
-    total, rates = len(counts) + is_images, list[WorkerRate]()
+    total, rates = len(counts) + is_images, list[LoaderSpeed]()
     with progress_bar("measuring", total) as advance:
         for number, workers in enumerate(counts, 1):
-            speed = task.measure_speed(config, data, workers=workers, seconds=seconds)
-            rates.append(WorkerRate(workers, speed.images_per_second, speed.first_batch_s, speed.cost.per_image()))
+            rates.append(task.measure_speed(config, data, workers=workers, seconds=seconds))
             advance(number, total)
         best = max(rates, key=lambda rate: rate.images_per_second)
         if is_images:
@@ -167,17 +150,12 @@ def bench_data_text(report: DataBench) -> str:
     """The best rate, a table by workers, and bars of where the time for an image goes."""
     best = report.best
     engine = "threads" if report.engine == "thread" else "processes"
+    rows = [[str(one.workers), f"{one.images_per_second:,.0f}", f"{one.first_batch_s:.2f} s"] for one in report.rates]
     lines = [
         f"{best.images_per_second:,.0f} {report.unit}/s with {best.workers} worker{'s' if best.workers != 1 else ''} "
         f"({engine}, {report.what}, batches of {report.batch_size})",
         "",
-        format_table(
-            [
-                [str(rate.workers), f"{rate.images_per_second:,.0f}", f"{rate.first_batch_s:.2f} s"]
-                for rate in report.rates
-            ],
-            ["workers", f"{report.unit}/s", "first batch"],
-        ),
+        format_table(rows, ["workers", f"{report.unit}/s", "first batch"]),
         "",
         *_stage_lines(report),
     ]
@@ -224,7 +202,7 @@ def plot_bench_data(report: DataBench, path: Path) -> None:
 
 
 def _stage_lines(report: DataBench) -> list[str]:
-    times = report.best.seconds_per_image
+    times = report.best.cost.per_image()
     wall = times["wall"] or 0.0
     sample = "an image" if report.patch_size is None else "a patch"
     lines = [f"where a worker's time for {sample} goes:"]

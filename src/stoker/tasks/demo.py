@@ -46,8 +46,6 @@ _PITCH = (12.0, 18.0)
 
 @dataclass(frozen=True)
 class Demo:
-    """One of the demos."""
-
     config_name: str
     folder: str
     """Folder of its data, below the demo's."""
@@ -219,7 +217,6 @@ class TimeSpent:
 
 
 def time_spent(folder: RunFolder) -> TimeSpent:
-    """What the clock of a run recorded."""
     try:
         seen = read_observed(folder.root)
     except UserError:  # a run of another version
@@ -239,8 +236,6 @@ def time_spent(folder: RunFolder) -> TimeSpent:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The result of a demo."""
-
     config: Path
     run_folder: Path
     demo: Demo

@@ -8,7 +8,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stoker import __version__
 from stoker.core.console import Answer
 from stoker.core.errors import UserError
 from stoker.core.files import sync_folder, use_umask
@@ -56,6 +57,26 @@ class Exportable:
         return torch.randn(2, *first.shape[1:])
 
 
+def exportable(
+    trained: Any, input_name: str, shape: Sequence[int], counts: Sequence[int], about: Metadata,
+    real: tuple[str, Tensor] | None,
+) -> Exportable:  # fmt: skip
+    """The network of a task's trained model, compared on random batches of so many samples, and on a real one if there
+    is one. `about` is what programs need to know besides what applies to every task."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {f"random batch of {count}": torch.randn(count, *shape, generator=generator) for count in counts}
+    metadata = {
+        "model": trained.config.model,
+        **about,
+        "weights": "averaged" if trained.averaged else "raw",
+        "epoch": trained.epoch,
+        "step": trained.step,
+        "stoker": __version__,
+    }
+    inputs |= () if real is None else [real]
+    return Exportable(trained.config.model, trained.model, input_name, inputs, metadata, trained.path)
+
+
 @dataclass(frozen=True)
 class ExportFormat:
     """How a format is written, and loaded again to be checked."""
@@ -67,7 +88,6 @@ class ExportFormat:
     packages: tuple[str, ...] = ()
 
     def check_packages(self) -> None:
-        """Raises if a package is missing."""
         missing = []
         for name in self.packages:
             try:

@@ -40,7 +40,6 @@ class PackWords:
 
 
 def check_destination(source: str, destination: Path) -> None:
-    """Refuses a destination that is not a folder, or is inside the source."""
     if ":/" in str(destination):  # Path collapses the two slashes into one
         seen = f"{destination} is a URL; a pack needs a local folder"
         raise UsageError("usage", seen, hint="pack to a folder, then upload it")
@@ -190,9 +189,7 @@ def make_parts(
         on_answer(answer)
 
     try:
-        share_out(
-            make, pickle.dumps(source), parts, workers=workers, on_message=add_report, on_answer=take_answer
-        )  # fmt: skip
+        share_out(make, pickle.dumps(source), parts, workers=workers, on_message=add_report, on_answer=take_answer)
     except ChildDied as died:
         raise UserError(
             "pack-worker-died",

@@ -36,11 +36,9 @@ class Staging:
     say: Say
 
     def follow(self, epoch: int, position: int, waited: bool | None, is_over: bool) -> None:
-        """Called with each training batch."""
         self.filler.training_at(epoch, position, waited, is_over=is_over)
 
     def make_way(self, _epoch: int, _position: int, waited: bool | None, _is_over: bool) -> None:
-        """Called with each validation batch."""
         self.filler.make_way(waited)
 
     def settle(self) -> None:
@@ -52,7 +50,7 @@ class Staging:
         self.filler.close()
         self.copy.flush()
         if not self.filler.is_complete and self.copy.stopped is None and not self.filler.failed:
-            there = f"{min(len(self.copy), self.files):,} of {count(self.files, 'file')}"
+            there = f"{min(self.copy.totals()[0], self.files):,} of {count(self.files, 'file')}"
             self.say(f"the local copy in {self.copy.folder} has {there}; the next run fetches the rest")
         self.copy.close()
 

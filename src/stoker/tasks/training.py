@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from stoker.config import Config, config_values
+from stoker.config import config_values
 from stoker.core.console import Say, progress_bar
 from stoker.core.errors import Interrupted, Preempted, StokerError
 from stoker.profile.clock_file import ClockFile
-from stoker.profile.host import HostConfig, HostWatch, Machine, usable_cpus
-from stoker.profile.numa import bind_rank
-from stoker.run.folder import RunFolder, best_checkpoint, next_lines, record_config
+from stoker.profile.host import HostConfig, HostWatch, Machine, bind_rank, usable_cpus
+from stoker.run.folder import RunFolder, finished_lines, finished_summary, next_lines, record_config
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.base import RunData, metric_of, task_for
@@ -74,7 +73,7 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
     `progress` is that of the first rank, which writes and speaks for all. `stack` closes what was opened.
     """
     config, folder, task = job.config, job.folder, task_for(job.config)
-    say = _say_nothing if progress is None else progress.say
+    say: Say = (lambda _text: None) if progress is None else progress.say
     device, machine = _settle(job, ranks, say)
     with progress_bar("listing", None) as advance:
         data = task.open_data(config, say, advance)
@@ -83,7 +82,14 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
     ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k, metric=metric_of(config_values(config)))
     # Read by one rank and sent to the others: they need not see its disk, and cannot find a different checkpoint.
-    found = from_first(lambda: _find_checkpoint(job, checkpoints), ranks)
+    found = from_first(
+        lambda: (
+            load_for_resume(checkpoints, job.checkpoint)
+            if job.start is None
+            else own_checkpoint(checkpoints, job.start)
+        ),
+        ranks,
+    )
     listings = task.listings(data)
     if found is not None:
         data = task.as_it_began(found, config, data, say)
@@ -95,13 +101,22 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
     contents: Contents = {} if config.fast_dev_run else from_first(lambda: task.contents(config, data), ranks)
     run = _completed(run, config, machine.cpus / _ranks_here(config, ranks), fingerprint(listings), contents)
 
-    begun = _resume(job, run, found, listings, contents, say) if found is not None else _begin(job, run, say)
+    if found is not None:
+        begun = _resume(job, run, found, listings, contents, say)
+    else:
+        if job.replan:
+            say("--replan: a new run, which begins with its own schedule")
+        begun = _Begun(run if job.start is None else begin(run, job.start, say))
     run = begun.run
     if run.progress.finished:
-        return _already_finished(run, folder, say)
+        if not ranks.is_first:
+            return None
+        for line in finished_lines(folder, run.scores.metric, vars(run.progress)):
+            say(line)
+        return _summary(run, folder)
     observer: Observer = Observer()
     if progress is not None:
-        observer = _open_observer(config, folder, run, data, found, machine, progress)
+        observer = _open_observer(job, run, data, found, machine, progress)
         stack.callback(observer.close)
         _announce(job, begun, data, listings, observer, say, is_new=found is None)
     saver = Saver(
@@ -144,12 +159,6 @@ def _ranks_here(config: HostConfig, ranks: Ranks) -> int:
     return ranks.local_world or max(1, ranks.world // config.num_nodes)
 
 
-def _find_checkpoint(job: TrainJob, checkpoints: Checkpoints) -> FoundCheckpoint | None:
-    if job.start is not None:
-        return own_checkpoint(checkpoints, job.start)
-    return load_for_resume(checkpoints, job.checkpoint)
-
-
 def _completed(run: Run, config: HostConfig, cores: float, samples: Any, contents: Contents) -> Run:
     """The run with what identifies its data, and with a loader that adjusts itself if the config wants that."""
     run = replace(run, record=replace(run.record, data={**run.record.data, "samples": samples, "contents": contents}))
@@ -170,12 +179,6 @@ class _Begun:
     """How the data differs from the checkpoint's."""
 
 
-def _begin(job: TrainJob, run: Run, say: Say) -> _Begun:
-    if job.replan:
-        say("--replan: a new run, which begins with its own schedule")
-    return _Begun(run if job.start is None else begin(run, job.start, say))
-
-
 def _resume(
     job: TrainJob, run: Run, found: FoundCheckpoint, listings: Listings, contents: Contents, say: Say
 ) -> _Begun:
@@ -184,39 +187,21 @@ def _resume(
     run, events = resume(run, found, say, replan=job.replan)
     if run.progress.finished:
         return _Begun(run)
-    changed = _data_changes(found, listings, contents, job.folder, job.config, accept=job.accept_data, say=say)
+    changed = _data_changes(job, found, listings, contents, say)
     say(f"resuming from {found.path.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
     return _Begun(run, events, changed)
 
 
-def _already_finished(run: Run, folder: RunFolder, say: Say) -> Summary | None:
-    metric, progress, stopping = run.scores.metric, run.progress, run.schedule.stopping
-    best = "none" if progress.best is None else metric.text(progress.best)
-    early = None if stopping is None else stopping.reason(progress)
-    why = "" if early is None else f"; {early}"
-    say(f"{folder.root} is finished: {progress.step:,} steps, best {metric.key} {best}{why}")
-    for line in next_lines(folder, metric):
-        say(line)
-    return _summary(run, folder) if run.ranks.is_first else None
-
-
 def _data_changes(
-    found: FoundCheckpoint,
-    listings: Listings,
-    contents: Contents,
-    folder: RunFolder,
-    config: Config,
-    *,
-    accept: bool,
-    say: Say,
+    job: TrainJob, found: FoundCheckpoint, listings: Listings, contents: Contents, say: Say
 ) -> list[Difference]:
     """How the data differs from the checkpoint's; raises UserError unless that is accepted."""
     # Differences that follow from a changed key are accepted: that change is reported in its own line.
-    asked = {change.key for change in changes_since(found.state, config_values(config))}
+    asked = {change.key for change in changes_since(found.state, config_values(job.config))}
     meant = {"train": {"samples_csv", "train_csv"}, "val": {"samples_csv", "val_csv", "subset_val_per_class"}}
-    changed = differences_since(found.state, listings, folder.samples_file, contents)
+    changed = differences_since(found.state, listings, job.folder.samples_file, contents)
     unmeant = [one for one in changed if not meant[one.part] & asked]
-    if unmeant and not accept:
+    if unmeant and not job.accept_data:
         raise data_changed(found.path, unmeant)
     for one in unmeant:
         say(f"warning: the data changed, and is accepted: {one}; {meaning([one])}")
@@ -224,22 +209,16 @@ def _data_changes(
 
 
 def _open_observer(
-    config: HostConfig,
-    folder: RunFolder,
-    run: Run,
-    data: RunData,
-    found: FoundCheckpoint | None,
-    machine: Machine,
-    progress: TrainProgress,
+    job: TrainJob, run: Run, data: RunData, found: FoundCheckpoint | None, machine: Machine, progress: TrainProgress
 ) -> RunObserver:
     """Opens the run's files where its checkpoint left them: lines of later steps, from before a kill, are removed."""
+    config, folder, task = job.config, job.folder, task_for(job.config)
     record_config(folder, config)
     # In the checkpoint's own count of steps; without a checkpoint, all lines of a killed start go.
     saved = {"step": 0, "epoch": 0} if found is None else found.state["progress"]
     left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"], say=progress.say)
     truncate_after(folder.clock_file, saved["step"], saved["epoch"], say=progress.say)
     resumed = found is not None or left > 0
-    task = task_for(config)
     header = run_header(
         config, run, data.samples, data.storage(), cpus=machine.cpus, releases_gil=task.releases_gil,
         kept_bytes=task.kept_bytes(config),
@@ -299,20 +278,6 @@ def _leaving(error: StokerError, run: Run, config: HostConfig, observer: Observe
 
 
 def _summary(run: Run, folder: RunFolder) -> Summary:
-    progress = run.progress
-    kept = not run.record.config["fast_dev_run"]
-    best = best_checkpoint(folder, run.scores.metric) if kept else None
-    return {
-        "run_folder": str(folder.root) if kept else None,
-        "finished": progress.finished,
-        "epochs": progress.epoch,
-        "steps": progress.step,
-        "best_by": run.scores.metric.name,
-        f"best_val_{run.scores.metric.name}": progress.best,
-        "best_checkpoint": None if best is None else str(best),
-        "checkpoints": str(folder.checkpoints) if kept else None,
-    }
-
-
-def _say_nothing(_text: str) -> None:
-    """For ranks that print nothing."""
+    found = finished_summary(folder, run.scores.metric, vars(run.progress)) | {"finished": run.progress.finished}
+    nothing_kept = run.record.config["fast_dev_run"]
+    return found | dict.fromkeys(("run_folder", "best_checkpoint", "checkpoints")) if nothing_kept else found

@@ -25,8 +25,7 @@ from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machin
 from stoker.profile.memory import read_memory, used_by_others_bytes
 from stoker.tasks.base import task_for
 from stoker.tasks.packing import check_destination
-from stoker.trial.fork_server import Ended, ForkServer
-from stoker.trial.limits import patience_after
+from stoker.trial.fork_server import Ended, ForkServer, patience_after
 from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
 from stoker.tune.comparing import Goal, Objective
 from stoker.tune.journal import Journal

@@ -18,8 +18,7 @@ import numpy as np
 from stoker.core.errors import UserError
 from stoker.doctor.script.run_script import kill_all, refuse_what_cannot_work, run_attached
 from stoker.profile.observed import Observed
-from stoker.trial.fork_server import ForkServer
-from stoker.trial.limits import patience_after
+from stoker.trial.fork_server import ForkServer, patience_after
 from stoker.tune.journal import from_record
 from stoker.tune.placeholders import Template
 from stoker.tune.records import Measured, Result, Settings

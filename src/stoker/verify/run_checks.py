@@ -130,7 +130,7 @@ def warnings_before_training(
 ) -> list[str]:
     """Problems found by the quick checks, one line each; the run starts anyway."""
     cheap = [check for check in (all_checks() if checks is None else checks) if check.cheap]
-    report = run_checks(cheap, Subject(config, path, overrides, machine).with_data(data))
+    report = run_checks(cheap, Subject(config, path, overrides, machine).with_made("data", data))
     return [
         f"{result.check.name}: {result.finding.seen}; fix: {result.finding.fix}"
         for result in report.results

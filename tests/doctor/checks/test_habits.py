@@ -29,9 +29,6 @@ def test_values_read_in_every_step_are_named_with_what_they_cost_on_a_device() -
     assert "harmless on the CPU" in said
     on_device = LoopHabits(reads=(DeviceRead(".item()", "train.py:41", 1.0, on_device=True),))
     assert (message(with_habits(on_device), "values-read-every-step") or "").endswith("waits for the device")
-
-
-def test_values_read_now_and_then_are_not() -> None:
     seldom = LoopHabits(reads=(DeviceRead(".item()", "train.py:41", 0.1, on_device=True),))
     assert message(with_habits(seldom), "values-read-every-step") is None
 
@@ -78,7 +75,6 @@ def test_cudnn_benchmark_is_named_only_where_shapes_change() -> None:
     assert "80 of 100 batches" in (message(with_habits(on, preparation=changing), check) or "")
     same = Preparation(samples=800, sample_dimensions=3, batches_seen=100)
     assert message(with_habits(on, preparation=same), check) is None
-    assert message(with_habits(LoopHabits(cudnn_benchmark=False), preparation=changing), check) is None
     assert message(with_habits(LoopHabits(), preparation=changing), check) is None
 
 

@@ -43,11 +43,8 @@ def test_threads_of_small_operations_that_find_no_core_are_the_verdict() -> None
     assert 3 < found.findings[0].speedup.expected < 15
 
 
-def test_threads_of_large_operations_are_not() -> None:
+def test_threads_of_large_operations_or_with_cores_or_that_were_not_measured_are_not() -> None:
     assert judge(computing(LARGE, 0.300, 0.406)).verdict != "threads-wait-for-each-other"
-
-
-def test_threads_that_have_cores_or_were_not_measured_are_not() -> None:
     quiet = replace(SMALL, main_runq_s=0.1, others_runq_s=0.1)
     for threads in (quiet, None, replace(SMALL, others=0, others_cpu_s=0.0, others_runq_s=0.0)):
         assert judge(computing(threads, 0.00114, 0.065)).verdict != "threads-wait-for-each-other"

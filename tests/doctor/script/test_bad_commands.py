@@ -46,29 +46,19 @@ def test_a_python_that_a_shell_script_isolates_is_reported_afterwards(
     assert "stoker.watch()" in result.notes[0]
 
 
-def test_commands_that_do_not_exist_are_named() -> None:
+def test_commands_that_do_not_exist_or_are_not_executable_are_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(UserError) as missing:
         run_attached(["train_my_model.py", "--lr", "1"])
     assert missing.value.name == "command-not-found"
     assert missing.value.hint == "stoker doctor -- python train_my_model.py --lr 1"
     with pytest.raises(UsageError):
         run_attached([])
-
-
-def test_a_file_that_is_not_executable_is_refused_with_a_hint(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
     with pytest.raises(UserError) as refused:
         run_attached([str(script)])
     assert refused.value.name == "command-cannot-run"
     assert "python" in str(refused.value.hint)
-
-
-def test_a_script_without_a_loader_says_so() -> None:
-    result = run_attached([sys.executable, "-c", "raise SystemExit(7)"])
-    assert result.exit_code == 7
-    assert result.observed is None
-    assert "no batch from a torch DataLoader" in result.notes[0]
 
 
 def test_the_users_own_sitecustomize_still_runs_and_the_path_is_unchanged(
@@ -83,8 +73,10 @@ def test_the_users_own_sitecustomize_still_runs_and_the_path_is_unchanged(
     assert capfd.readouterr().out == f"mine\n[] {tmp_path}/sitecustomize.py\n"
 
 
-def test_attaching_works_in_a_python_without_stoker() -> None:
+def test_attaching_works_in_a_python_without_stoker_and_a_script_without_a_loader_says_so() -> None:
     bare = sys._base_executable  # type: ignore[attr-defined]
-    result = run_attached([bare, "-c", "import importlib.util as u; assert u.find_spec('typer') is None"])
-    assert result.exit_code == 0
+    code = "import importlib.util as u; assert u.find_spec('typer') is None; raise SystemExit(7)"
+    result = run_attached([bare, "-c", code])
+    assert result.exit_code == 7
+    assert result.observed is None
     assert "no batch from a torch DataLoader" in result.notes[0]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from stoker.attach.habits import Caches, FileOpens, Memory, Shapes
-from stoker.attach.precision import in_32_bits
 from stoker.attach.ring import BUCKETS, Habits
-from stoker.attach.stage_clock import STAGE_COUNT
+from stoker.attach.stages import STAGE_COUNT
+from stoker.attach.watched_loop import in_32_bits
 from stoker.doctor.script.loop_facts import preparation_of
 from stoker.doctor.script.timeline import FetchFile
 
@@ -47,17 +47,11 @@ def caches_after(most: int, *, mapped: Path | None = None) -> dict[str, tuple[in
     return caches.found
 
 
-def test_a_cache_in_an_object_of_the_data_set_is_found_and_its_evictions_are_counted() -> None:
+def test_a_cache_in_an_object_of_the_data_set_is_found_and_its_evictions_are_counted(tmp_path: Path) -> None:
     assert caches_after(2) == {"self.cache.entries": (2, 2 * 2 * ENTRY.nbytes, 4)}
-
-
-def test_a_cache_that_keeps_everything_has_no_evictions() -> None:
     assert caches_after(10)["self.cache.entries"][2] == 0
-
-
-def test_mapped_files_are_not_a_cache(tmp_path: Path) -> None:
     np.save(tmp_path / "volume.npy", ENTRY)
-    assert caches_after(2, mapped=tmp_path / "volume.npy") == {}
+    assert caches_after(2, mapped=tmp_path / "volume.npy") == {}, "mapped files are not a cache"
 
 
 @lru_cache(maxsize=2)
@@ -129,20 +123,12 @@ def test_memory_of_a_worker_counts_what_it_allocates() -> None:
     assert memory.private_bytes() - before > 0.5 * len(held)
 
 
-class TestPrecision:
+def test_a_loss_knows_whether_it_was_computed_in_32_bits() -> None:
     model = torch.nn.Sequential(torch.nn.Conv3d(1, 2, 3), torch.nn.Mish(), torch.nn.Conv3d(2, 1, 1))
     inputs = torch.zeros(1, 1, 4, 4, 4)
-
-    def test_a_loss_in_float32(self) -> None:
-        assert in_32_bits(self.model(self.inputs).mean().grad_fn) is True
-
-    def test_a_loss_computed_under_autocast(self) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = self.model(self.inputs).mean()
-        assert in_32_bits(loss.grad_fn) is False
-
-    def test_a_compiled_model_does_not_tell(self) -> None:
-        assert in_32_bits(torch.compile(self.model, backend="aot_eager")(self.inputs).mean().grad_fn) is None
-
-    def test_a_loss_without_a_network_does_not_tell(self) -> None:
-        assert in_32_bits((torch.zeros(3, requires_grad=True) * 2).sum().grad_fn) is None
+    assert in_32_bits(model(inputs).mean().grad_fn) is True
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(inputs).mean()
+    assert in_32_bits(loss.grad_fn) is False
+    assert in_32_bits(torch.compile(model, backend="aot_eager")(inputs).mean().grad_fn) is None
+    assert in_32_bits((torch.zeros(3, requires_grad=True) * 2).sum().grad_fn) is None, "a loss without a network"

@@ -1,8 +1,9 @@
-"""Streams, loaders without workers, several loaders; and that sleeping is distinguished from computing."""
+"""Streams, loaders with and without workers, several loaders and ranks, stages; and that sleep is not computing."""
 
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from stoker.attach.fetching import FetchTotals, collections
 from stoker.attach.ring import FETCH_STRUCT, HEADER_BYTES, FetchRecord
-from stoker.doctor.script.run_script import AttachResult
-from tests.doctor.script.conftest import Attached
+from stoker.doctor.script.run_script import AttachResult, run_attached
+from tests.doctor.script.conftest import SCRIPTS, Attached, attach
+from tests.support.images import encode, noise
 
 
 def test_a_stream_has_samples_but_no_length(attached: Attached) -> None:
@@ -39,8 +41,6 @@ def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_incl
 
 @pytest.fixture(scope="module")
 def sleeping_and_spinning() -> AttachResult:
-    from tests.doctor.script.conftest import attach
-
     return attach(
         "plain.py", "--workers", "3", "--sleep-ms", "16", "--spin-ms", "8", "--samples", "60", "--epochs", "1",
         "--slow", "17",
@@ -90,3 +90,62 @@ def test_a_slow_sample_is_named(sleeping_and_spinning: AttachResult) -> None:
     assert seen is not None
     assert seen.slow_samples[0].name == "sample 17"
     assert seen.slow_samples[0].seconds > 0.25
+
+
+def test_rank_0_of_two_is_reported() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]  # warm
+    script = [str(SCRIPTS / "plain.py"), "--workers", "1", "--epochs", "1"]
+    result = run_attached([*torchrun, "--standalone", "--nproc-per-node", "2", *script])
+    assert result.exit_code == 0
+    assert any(note == "2 ranks trained; these are the times of rank 0" for note in result.notes)
+    assert result.observed is not None
+    assert result.observed.steps == 7
+    assert len(result.observed.batches) == 8
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.release)])
+def test_the_workers_batches_are_recorded(attached: Attached, method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    result = attached("plain.py", "--start", method, "--workers", "1", "--persistent")
+    out, err = capfd.readouterr()
+    assert out.startswith("trained 16 batches")
+    assert err == "a word on stderr\n"
+    seen = result.observed
+    assert result.exit_code == 0
+    assert seen is not None
+    assert seen.loader is not None
+    assert (seen.loader.start_method, seen.loader.workers, seen.loader.persistent) == (method, 1, True)
+    assert (seen.loader.batch_size, seen.loader.samples, seen.loader.prefetch) == (4, 32, 2)
+    assert (seen.steps, seen.samples, len(seen.epoch_starts_s)) == (14, 56, 2)
+    assert len(seen.batches) == 16
+    assert {batch.samples for batch in seen.batches} == {4}
+    assert all(batch.bytes == 4 * (8 * 4 + 8) for batch in seen.batches)
+    assert seen.stages["collate"].calls == 16
+    assert seen.convolves_3d is False
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for number in range(24):
+        folder = tmp_path / "train" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.jpg").write_bytes(encode(noise(200, 160, number), "JPEG"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("style", ["torchvision", "timm"])
+def test_images_pass_through_every_stage(attached: Attached, pictures: Path, style: str) -> None:
+    where = [str(pictures), "--timm"] if style == "timm" else [str(pictures / "train")]
+    seen = attached("images.py", *where).observed
+    assert seen is not None
+    assert set(seen.stages) == {"fetch", "decode", "augment", "collate", "other"}
+    assert seen.stages["decode"].cpu_s is not None
+    assert seen.stages["fetch"].cpu_s is not None
+    assert seen.stages["decode"].cpu_s > seen.stages["fetch"].cpu_s
+    assert seen.stages["augment"].calls == sum(batch.samples for batch in seen.batches)
+    size = sum(path.stat().st_size for path in pictures.rglob("*.jpg")) / 24
+    assert seen.storage is not None
+    assert seen.storage.bytes_per_sample == pytest.approx(size, rel=0.2)
+    assert seen.storage.kind is not None
+    assert pictures.is_relative_to(seen.storage.root or "/nowhere")
+    assert seen.samples == 10 * 4
+    assert all(batch.fetch_s is not None and batch.fetch_s < batch.wall_s for batch in seen.batches)

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.attach import step_trace
-from stoker.attach.precision import WantedPrecision
+from stoker.attach import operators
 from stoker.attach.session import Session
-from stoker.attach.stage_clock import here
-from stoker.attach.watched_loop import TRACE_FROM, Loop
+from stoker.attach.stages import here
+from stoker.attach.watched_loop import TRACE_FROM, Loop, WantedPrecision
 from stoker.cli import main
-from stoker.doctor.script.traced_step import TracedStep, read_traced_step
+from stoker.doctor.script.recording import TracedStep, read_traced_step
 from tests.doctor.script.conftest import SCRIPTS
 
 
@@ -52,7 +51,7 @@ def trained(opened: Session | None, loop: Loop, *, accumulate: int = 1, updates:
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     # In this process other tests may have compiled something.
-    monkeypatch.setattr(step_trace, "uses_compile", lambda: False)
+    monkeypatch.setattr(operators, "uses_compile", lambda: False)
     session = Session(str(tmp_path), None, None)
     session.traces = True
     return session

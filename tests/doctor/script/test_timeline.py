@@ -50,20 +50,24 @@ class Loop:
         self._steps = 0
 
 
-def train(loop: Loop, batches: int, wait_ms: float = 5, work_ms: float = 10) -> None:
+def train(
+    loop: Loop, batches: int, wait_ms: float = 5, work_ms: float = 10, after_ms: float = 0, idle_ms: float = -1
+) -> None:
     for _ in range(batches):
-        loop.take(1, wait_ms)
+        loop.take(1, wait_ms, idle_ms)
         loop.work(work_ms)
         loop.optimizer_step()
+        loop.work(after_ms)
     loop.epoch_ends(1)
 
 
-def test_a_step_consists_of_wait_and_work() -> None:
+def test_a_step_consists_of_wait_and_work_of_which_only_that_before_the_optimizer_step_is_computing() -> None:
     loop = Loop()
-    train(loop, 5)
+    train(loop, 5, after_ms=4)
     steps = steady_steps(loop.records, [1])
     assert steps.waits_s == pytest.approx([0.005] * 4)
-    assert steps.works_s == pytest.approx([0.010] * 4)
+    assert steps.works_s == pytest.approx([0.014] * 4)
+    assert steps.compute_s == pytest.approx(4 * 0.010)
     assert steps.samples == 4 * 8
 
 
@@ -77,28 +81,19 @@ def test_the_first_batch_of_an_epoch_is_counted_separately_with_the_worker_start
     assert sum(steps.waits_s) == pytest.approx(0.015)
 
 
-def test_validation_belongs_to_no_step() -> None:
+@pytest.mark.parametrize(("training", "validating"), [(4, 3), (2, 50)])
+def test_validation_belongs_to_no_step_and_is_not_mistaken_for_training(training: int, validating: int) -> None:
     loop = Loop()
     for _ in range(2):
-        train(loop, 4)
-        for _ in range(3):
+        train(loop, training)
+        for _ in range(validating):
             loop.take(2, wait_ms=7)
             loop.work(20)
         loop.epoch_ends(2)
     assert training_loaders(loop.records) == [1]
     steps = steady_steps(loop.records, [1])
-    assert steps.elapsed_s == pytest.approx(6 * 0.015)
-    assert steps.validation_s == pytest.approx(2 * 3 * 0.027)
-
-
-def test_a_validation_loader_with_more_batches_is_not_mistaken_for_training() -> None:
-    loop = Loop()
-    for _ in range(3):
-        train(loop, 2)
-        for _ in range(50):
-            loop.take(2, wait_ms=1)
-        loop.epoch_ends(2)
-    assert training_loaders(loop.records) == [1]
+    assert steps.elapsed_s == pytest.approx(2 * (training - 1) * 0.015)
+    assert steps.validation_s == pytest.approx(2 * validating * 0.027)
 
 
 def test_with_two_interleaved_loaders_the_slower_one_counts_and_both_waits() -> None:
@@ -129,26 +124,9 @@ def test_accumulated_batches_are_separate_steps() -> None:
     assert len(steady_steps(loop.records, [1]).waits_s) == 7
 
 
-def test_work_after_the_optimizer_step_is_not_computing() -> None:
-    loop = Loop()
-    for _ in range(4):
-        loop.take(1, wait_ms=5)
-        loop.work(10)
-        loop.optimizer_step()
-        loop.work(4)
-    loop.epoch_ends(1)
-    steps = steady_steps(loop.records, [1])
-    assert steps.compute_s == pytest.approx(3 * 0.010)
-    assert sum(steps.works_s) == pytest.approx(3 * 0.014)
-
-
 def test_a_wait_hidden_by_the_device_is_not_a_wait() -> None:
     loop = Loop()
-    for _ in range(4):
-        loop.take(1, wait_ms=8, idle_ms=1)
-        loop.work(2)
-        loop.optimizer_step()
-    loop.epoch_ends(1)
+    train(loop, 4, wait_ms=8, work_ms=2, idle_ms=1)
     steps = steady_steps(loop.records, [1])
     assert steps.waits_s == pytest.approx([0.001] * 3)
     assert steps.works_s == pytest.approx([0.009] * 3)

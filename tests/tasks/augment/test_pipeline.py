@@ -10,7 +10,6 @@ from stoker.config import Config
 from stoker.loader import rng as draws
 from stoker.tasks.images.augment import mixing, policies
 from stoker.tasks.images.augment import pipeline as erasing
-from stoker.tasks.images.augment.layers import apply_policy
 from stoker.tasks.images.augment.mixing import Mixer, mix_images
 from stoker.tasks.images.augment.pipeline import (
     IMAGENET_MEAN,
@@ -25,7 +24,7 @@ from stoker.tasks.images.augment.pipeline import (
     to_float,
 )
 from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide
-from tests.tasks.augment.images import some_batch, some_keys
+from tests.tasks.augment.images import apply_policy, some_batch, some_keys
 
 FLIPS = np.array([True, False, False, True, True, False, True, False])
 LABELS = np.arange(8)

@@ -14,18 +14,17 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import TrivialAugmentWide as TorchvisionTrivialAugmentWide
 from torchvision.transforms.autoaugment import _apply_op
 
-from stoker.tasks.images.augment.layers import apply_layers, apply_policy
+from stoker.tasks.images.augment.operations import Op
 from stoker.tasks.images.augment.policies import (
     RANDAUGMENT_OPS,
     TRIVIALAUGMENT_OPS,
     Layer,
-    Op,
     RandAugment,
     TrivialAugmentWide,
     randaugment_arguments,
     trivialaugment_arguments,
 )
-from tests.tasks.augment.images import HEIGHT, WIDTH, some_batch, some_images, some_keys
+from tests.tasks.augment.images import HEIGHT, WIDTH, apply_layers, apply_policy, some_batch, some_images, some_keys
 
 IN_TIMM = {
     Op.AUTO_CONTRAST: "AutoContrast", Op.EQUALIZE: "Equalize", Op.INVERT: "Invert", Op.ROTATE: "Rotate",

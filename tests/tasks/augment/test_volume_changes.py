@@ -54,7 +54,9 @@ def some_voxels(shape: tuple[int, int, int] = (9, 11, 13)) -> Tensor:
 def test_a_key_has_the_same_result_in_any_batch_at_any_place() -> None:
     batch = batch_of(drawn(16, ANYHOW), channels=2)
     ours = augment(OFTEN, channels=2)
+    before = torch.random.get_rng_state()
     inputs, labels = ours.prepare(batch, same)
+    assert torch.equal(torch.random.get_rng_state(), before)
     assert labels is not None
     assert 0 < batch.plain.sum() < 10
     assert (batch.elastic > 0).sum() > 2, "every kind is needed"
@@ -66,15 +68,6 @@ def test_a_key_has_the_same_result_in_any_batch_at_any_place() -> None:
     batch.keys = batch.keys + np.uint64(1)
     others, _ = ours.prepare(batch, same)
     assert not any(torch.equal(a, b) for a, b in zip(inputs, others, strict=True))
-
-
-def test_nothing_of_torch_s_own_random_state_is_used() -> None:
-    batch = batch_of(drawn(8, ANYHOW))
-    before = torch.random.get_rng_state()
-    first, _ = augment(OFTEN).prepare(batch, same)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.rand(5)
-    assert torch.equal(augment(OFTEN).prepare(batch, same)[0], first)
 
 
 def test_image_and_label_are_transformed_alike() -> None:
@@ -121,7 +114,7 @@ def test_a_deformed_patch_is_scipy_s_at_the_displaced_points() -> None:
 def test_deformations_have_the_stated_size_and_never_fold() -> None:
     patch, size = (40, 64, 72), 3.0
     squares, smallest = [], np.inf
-    for key in keys_for(60).tolist():
+    for key in keys_for(30).tolist():
         points, weights = draw_deformation(key, patch, size)
         moved = np.einsum("kabc,za,yb,xc->kzyx", points, *weights, optimize=True)
         squares.append(np.square(moved).mean())
@@ -142,17 +135,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("chance", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize("chance", [0.15, 1.0])
 def test_each_change_is_as_frequent_and_as_strong_as_stated(name: str, chance: float) -> None:
     (low, high), strengths_of = CASES[name]
-    samples = 4000
+    samples = 2000
     changes = draw_changes(keys_for(samples), Chances(**{name: chance}), 2, PATCH)
     found = [strengths_of(one) for one in changes if strengths_of(one) is not None]
     assert len(found) == pytest.approx(chance * samples, abs=4 * np.sqrt(samples * chance * (1 - chance)))
     others = [strengths_of for other, (_, strengths_of) in CASES.items() if other != name]
     assert all(strengths_of(one) is None for one in changes[:200] for strengths_of in others)
-    if not found:
-        return
     strengths = np.array(found)
     assert low <= strengths.min() < low + 0.05 * (high - low)
     assert high >= strengths.max() > high - 0.05 * (high - low)
@@ -215,12 +206,10 @@ def test_brightness_contrast_and_gamma_follow_their_formulas() -> None:
         np.testing.assert_allclose(found, sign * powers, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "changes", [Changes(contrast=(0.8,)), Changes(gamma=(1.4,)), Changes(gamma=(0.8,), inverted=True)]
-)
-def test_a_flat_image_stays_as_it_is(changes: Changes) -> None:
+def test_a_flat_image_stays_as_it_is() -> None:
     flat = torch.full((4, 5, 6), 0.3)
-    assert torch.allclose(changed(flat, changes), flat, atol=1e-6)
+    for changes in (Changes(contrast=(0.8,)), Changes(gamma=(1.4,)), Changes(gamma=(0.8,), inverted=True)):
+        assert torch.allclose(changed(flat, changes), flat, atol=1e-6)
 
 
 def test_a_low_resolution_keeps_some_voxels_and_interpolates_the_others() -> None:

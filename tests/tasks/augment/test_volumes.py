@@ -36,8 +36,9 @@ def test_plain_patches_are_numpy_s_in_any_kind_of_voxels(image: str) -> None:
         np.testing.assert_array_equal(labels[slot].numpy(), np.flip(label.transpose(order), reversed_))
 
 
-@pytest.mark.parametrize("image", ["uint8", "uint16"])
-@pytest.mark.parametrize("patch", [PATCH, (1, 20, 24), (40, 48, 44)], ids=str)
+@pytest.mark.parametrize(
+    ("patch", "image"), [(PATCH, "uint8"), ((1, 20, 24), "uint8"), ((40, 48, 44), "uint16")], ids=str
+)
 def test_rotated_and_scaled_patches_are_scipy_s(image: str, patch: tuple[int, int, int]) -> None:
     batch = batch_of(drawn(16, ROTATED, patch), patch=patch, image=image, channels=2)
     assert 0 < batch.plain.sum() < 16, "both kinds are needed"
@@ -94,8 +95,10 @@ def test_voxels_are_normalised_by_their_volume_by_their_patch_or_by_the_range_of
     assert torch.equal(flat, torch.zeros_like(flat))
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "memory_format"),
+    [(torch.float32, torch.channels_last_3d), (torch.bfloat16, torch.contiguous_format)],
+)
 def test_inputs_have_the_precision_and_the_layout_of_the_network(dtype: Any, memory_format: Any) -> None:
     batch = batch_of(drawn(4, ROTATED), channels=2)
     full, _ = raw(channels=2).prepare(batch, same)

@@ -56,7 +56,7 @@ def fuzz(decoder: str, count: int, seed: int) -> Counter[str]:
             if random_.random() < 0.8:
                 decoding.crop_into(data, header, Box(top, left, height, width), batch[1])
             else:
-                decoding.faithful_crop_into(data, header, Box(top, left, height, width), batch[1], "bilinear")
+                decoding.crop_into(data, header, Box(top, left, height, width), batch[1], mode="faithful")
             found["decoded"] += 1
         except BadImage as error:
             found["refused"] += 1

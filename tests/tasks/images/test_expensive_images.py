@@ -21,7 +21,7 @@ from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.headers import MAX_DECODED_BYTES, MOST_SCANS, BadImage, Box, read_header
 from stoker.tasks.images.image_prediction import load_image
-from stoker.tasks.images.pack.shard import Reencoding, prepare
+from stoker.tasks.images.pack.shard import PackOptions, prepare
 from tests.loader.test_loader import entries, loader_for
 from tests.support import images
 
@@ -122,7 +122,7 @@ def test_every_way_to_an_image_names_the_reason(tmp_path: Path) -> None:
     config = load_config(None, ["img_size=32"]).config
     for name, data in bombs.items():
         with pytest.raises(BadImage, match="bomb"):
-            prepare(data, Reencoding())
+            prepare(data, PackOptions())
         with pytest.raises(BadImage, match="bomb"):
             load_image(tmp_path / "data" / "train" / "a" / name, config)
 

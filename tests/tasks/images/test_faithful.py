@@ -15,9 +15,8 @@ from PIL import Image, ImageOps
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
 from stoker.tasks.images.decode.decoders import DECODERS, available_decoders
-from stoker.tasks.images.decode.decoding import Decoding
+from stoker.tasks.images.decode.decoding import Decoding, Interpolation, resized_size
 from stoker.tasks.images.decode.headers import Box
-from stoker.tasks.images.decode.resizing import Interpolation, resized_size
 from tests.support import images
 
 HERE = available_decoders()
@@ -52,7 +51,7 @@ def seen(data: bytes) -> Image.Image:
 
 def crop(decoder: str, data: bytes, box: Box, size: tuple[int, int], interpolation: Interpolation) -> NDArray[np.uint8]:
     decoding, out = Decoding(decoder), np.full((*size, 3), 77, np.uint8)
-    decoding.faithful_crop_into(data, decoding.read_header(data), box, out, interpolation)
+    decoding.crop_into(data, decoding.read_header(data), box, out, interpolation, "faithful")
     return out
 
 

@@ -262,12 +262,6 @@ def test_an_index_left_in_the_data_is_used_untouched_and_the_user_is_told_once(t
     assert second.said == []
 
 
-def test_a_rebuild_lists_everything(tmp_path: Path) -> None:
-    age(make_tree(tmp_path, TREE))
-    Opening(tmp_path)
-    assert Opening(tmp_path, rebuild=True).listed == 3
-
-
 # Changes are noticed
 
 

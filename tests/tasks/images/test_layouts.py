@@ -20,7 +20,7 @@ from stoker.core.errors import UserError
 from stoker.io.stores import StoreDown
 from stoker.loader.sampler import permute
 from stoker.tasks.images.data import measure_storage_of, open_data, open_samples
-from stoker.tasks.images.layouts import imagenet_labels
+from stoker.tasks.images.layouts import imagenet
 from stoker.tasks.images.layouts.imagenet import real_labels, synsets
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.parquet_files import list_parquet, open_sample_store
@@ -249,13 +249,13 @@ def ground_truth(folder: Path, order: list[str], table: list[str]) -> Path:
 
 def test_a_table_of_another_order_is_refused_even_if_only_two_classes_are_swapped(tmp_path: Path) -> None:
     order = [synsets()[at] for at in permute(np.arange(1000), 1000, 5)]
-    right = imagenet_labels.read_ground_truth(str(ground_truth(tmp_path / "right", order, order)))
+    right = imagenet.read_ground_truth(str(ground_truth(tmp_path / "right", order, order)))
     assert right[1] == synsets()[real_labels()[1][0]]
     with pytest.raises(UserError, match=r"agree with ImageNet's ReaL labels for 0\.\d% of"):
-        imagenet_labels.read_ground_truth(str(ground_truth(tmp_path / "sorted", order, synsets())))
+        imagenet.read_ground_truth(str(ground_truth(tmp_path / "sorted", order, synsets())))
     swapped = [order[1], order[0], *order[2:]]
     with pytest.raises(UserError, match=rf"hardly any of .*{min(order[:2])}"):
-        imagenet_labels.read_ground_truth(str(ground_truth(tmp_path / "swapped", order, swapped)))
+        imagenet.read_ground_truth(str(ground_truth(tmp_path / "swapped", order, swapped)))
 
 
 def test_numbers_without_a_table_are_refused_rather_than_guessed(folders: Path, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_solution_with_permuted_classes_is_refused(tmp_path: Path) -> None:
     names = {f"ILSVRC2012_val_{number:08d}": synsets()[(label + 1) % 1000] for number, label in labelled}
     write_solution(tmp_path / "LOC_val_solution.csv", names)
     with pytest.raises(UserError, match=r"ReaL labels for \d\.\d% of"):
-        imagenet_labels.classes_of_images(str(tmp_path / "LOC_val_solution.csv"), [f"{name}.JPEG" for name in names])
+        imagenet.classes_of_images(str(tmp_path / "LOC_val_solution.csv"), [f"{name}.JPEG" for name in names])
 
 
 def test_a_metadata_file_without_labels_leaves_the_class_folders_as_they_are(folders: Path, tmp_path: Path) -> None:

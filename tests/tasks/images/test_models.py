@@ -8,7 +8,7 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from stoker.core.errors import UserError
-from stoker.tasks.building import count_parameters, with_sync_batchnorm
+from stoker.tasks.building import with_sync_batchnorm
 from stoker.tasks.images.models import build_model
 
 
@@ -16,32 +16,24 @@ def drop_probabilities(model: nn.Module) -> list[float]:
     return [float(part.drop_prob) for part in model.modules() if type(part).__name__ == "DropPath"]  # type: ignore[arg-type]
 
 
-def test_resnet50_has_the_published_number_of_parameters() -> None:
-    assert count_parameters(build_model("resnet50", 1000)) == 25_557_032
-
-
 def test_a_small_resnet_accepts_digits() -> None:
-    model = build_model("resnet18", 10, img_size=32, other_sizes=[28], channels_last=True)
+    model = build_model("resnet18", 10, img_size=32, other_sizes=[28], channels_last=True, dropout=0.3)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr,operator]
+    assert model.drop_rate == 0.3
 
 
 def test_a_tag_names_weights_that_are_not_fetched() -> None:
     assert build_model("resnet18.a1_in1k", 10).num_classes == 10
 
 
-def test_a_mistyped_name_suggests_the_nearest() -> None:
+@pytest.mark.parametrize(("name", "hint"), [("resnet5O", "resnet50"), ("squeezenet_of_my_own", ""), ("?", "")])
+def test_an_unknown_name_gets_a_hint(name: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
-        build_model("resnet5O", 10)
+        build_model(name, 10)
     assert caught.value.name == "model-unknown"
-    assert "resnet50" in str(caught.value.hint)
-
-
-def test_a_name_unlike_any_other_still_gets_a_hint() -> None:
-    for name in ("squeezenet_of_my_own", "?"):
-        with pytest.raises(UserError) as caught:
-            build_model(name, 10)
-        assert caught.value.hint
+    assert caught.value.hint
+    assert hint in caught.value.hint
 
 
 def test_nothing_is_fetched_from_a_hub() -> None:
@@ -62,19 +54,11 @@ def test_stochastic_depth_that_would_be_refused_or_ignored_is_reported(name: str
         build_model(name, 10, drop_path=0.1)
 
 
-def test_dropout_reaches_the_classifier() -> None:
-    assert build_model("resnet18", 10, dropout=0.3).drop_rate == 0.3
-
-
-def test_a_vision_transformer_gets_the_size() -> None:
-    model = build_model("vit_tiny_patch16_224", 10, img_size=64)
-    assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
-    assert model.training
-
-
 def test_a_vision_transformer_accepts_every_size_of_the_run() -> None:
-    model = build_model("vit_tiny_patch16_224", 10, img_size=64, other_sizes=[48, 80])
-    assert model(torch.zeros(1, 3, 48, 48)).shape == model(torch.zeros(1, 3, 80, 80)).shape == (1, 10)
+    model = build_model("vit_tiny_patch16_224", 10, img_size=64, other_sizes=[48])
+    assert model.training
+    for size in (64, 48):
+        assert model(torch.zeros(1, 3, size, size)).shape == (1, 10)
 
 
 def test_a_network_of_one_size_refuses_others_before_training() -> None:

@@ -19,7 +19,8 @@ from stoker.io.stores import open_store
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import META, SampleIndex, checksum
 from stoker.tasks.images.pack.pack_folder import PackFolder, check_pack, remove_pack
-from stoker.tasks.images.pack.split_packing import ImagePackResult, PackOptions, pack_split, plan_shards
+from stoker.tasks.images.pack.shard import PackOptions
+from stoker.tasks.images.pack.split_packing import ImagePackResult, pack_split, plan_shards
 from stoker.tasks.packing import claim_destination
 from tests.support.s3_server import S3Server
 

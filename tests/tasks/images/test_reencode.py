@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from stoker.tasks.images.decode.headers import BadImage, read_header
-from stoker.tasks.images.pack.shard import Reencoding, prepare
+from stoker.tasks.images.pack.shard import PackOptions, prepare
 
-KEEP = Reencoding()
-JPEG = Reencoding(quality=95)
+KEEP = PackOptions()
+JPEG = PackOptions(quality=95)
 
 
 def picture(width: int = 64, height: int = 48) -> Image.Image:
@@ -58,19 +58,19 @@ def test_without_options_bytes_are_kept_and_named_by_content(kind: str, extensio
 @pytest.mark.parametrize(
     ("how", "size"),
     [
-        (Reencoding(longest=32), (32, 24)),
-        (Reencoding(shortest=24), (32, 24)),
-        (Reencoding(longest=1), (1, 1)),
+        (PackOptions(longest=32), (32, 24)),
+        (PackOptions(shortest=24), (32, 24)),
+        (PackOptions(longest=1), (1, 1)),
     ],
 )
-def test_sides_shrink_in_proportion(how: Reencoding, size: tuple[int, int]) -> None:
+def test_sides_shrink_in_proportion(how: PackOptions, size: tuple[int, int]) -> None:
     extension, data = prepare(encoded(picture(64, 48), "PNG"), how)
     assert extension == "jpg"
     assert Image.open(io.BytesIO(data)).size == size
 
 
-@pytest.mark.parametrize("how", [Reencoding(longest=64), Reencoding(shortest=48), Reencoding(longest=500)])
-def test_nothing_is_enlarged_and_images_that_need_no_resize_keep_their_bytes(how: Reencoding) -> None:
+@pytest.mark.parametrize("how", [PackOptions(longest=64), PackOptions(shortest=48), PackOptions(longest=500)])
+def test_nothing_is_enlarged_and_images_that_need_no_resize_keep_their_bytes(how: PackOptions) -> None:
     data = encoded(picture(64, 48), "PNG")
     assert prepare(data, how) == ("png", data)
 
@@ -78,13 +78,13 @@ def test_nothing_is_enlarged_and_images_that_need_no_resize_keep_their_bytes(how
 def test_shrinking_averages_instead_of_dropping_pixels() -> None:
     stripes = np.zeros((64, 64, 3), np.uint8)
     stripes[:, ::2] = 255
-    shrunk = pixels_of(prepare(encoded(Image.fromarray(stripes), "PNG"), Reencoding(longest=16)).data)
+    shrunk = pixels_of(prepare(encoded(Image.fromarray(stripes), "PNG"), PackOptions(longest=16)).data)
     assert abs(shrunk - 127).max() <= 2
 
 
 def test_quality_encodes_everything_with_420_and_less_means_fewer_bytes() -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
-    high, low = (prepare(encoded(noise, subsampling=0), Reencoding(quality=quality)).data for quality in (90, 30))
+    high, low = (prepare(encoded(noise, subsampling=0), PackOptions(quality=quality)).data for quality in (90, 30))
     assert len(low) < len(high)
     assert simplejpeg.decode_jpeg_header(high)[3] == "420"
 
@@ -149,7 +149,7 @@ def test_a_truncated_file_is_refused_when_it_is_decoded() -> None:
 
 
 @pytest.mark.parametrize("how", [KEEP, JPEG])
-def test_a_decompression_bomb_is_refused_by_its_header(how: Reencoding) -> None:
+def test_a_decompression_bomb_is_refused_by_its_header(how: PackOptions) -> None:
     bomb = bytearray(encoded(picture(), "PNG"))
     bomb[16:29] = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     bomb[29:33] = struct.pack(">I", zlib.crc32(bomb[12:29]))
@@ -171,6 +171,6 @@ def test_hostile_bytes_are_an_image_or_refused_never_another_error(data: bytes, 
     changed = bytearray(data)
     for position, value in changes:
         changed[position % len(changed)] = value
-    for how in (KEEP, Reencoding(longest=20, quality=80)):
+    for how in (KEEP, PackOptions(longest=20, quality=80)):
         with suppress(BadImage):
             assert read_header(prepare(bytes(changed), how).data, 10**9)

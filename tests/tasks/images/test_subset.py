@@ -10,8 +10,8 @@ import pytest
 
 from stoker.core.errors import UserError
 from stoker.run.folder import RunFolder
-from stoker.tasks.images.layouts.sample_index import SampleIndex, pack_names
-from stoker.tasks.images.layouts.subset import Subset, choose_subset, subset_record
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, pack_names
+from stoker.tasks.images.layouts.subset import choose_subset, subset_record
 
 CLASSES = [f"n{number:04d}" for number in range(40)]
 
@@ -29,8 +29,8 @@ def images(*names: str, each: int = 12) -> dict[str, list[str]]:
     return {name: [f"{name}_{number}.JPEG" for number in range(each)] for name in names}
 
 
-def chosen_names(index: SampleIndex, subset: Subset) -> set[str]:
-    return {index.name(sample) for sample in subset.indices.tolist()}
+def chosen_names(index: SampleIndex, subset: SampleSet) -> set[str]:
+    return {index.name(sample) for sample in subset.chosen.tolist()}
 
 
 def test_the_requested_number_of_classes_and_images_is_chosen() -> None:
@@ -38,18 +38,18 @@ def test_the_requested_number_of_classes_and_images_is_chosen() -> None:
     subset = choose_subset(index, classes=10, per_class=5, seed=42)
     assert len(subset.classes) == 10
     assert list(subset.classes) == sorted(subset.classes)
-    assert np.bincount(subset.labels).tolist() == [5] * 10
-    assert (np.diff(subset.indices) > 0).all()
-    for sample, label in zip(subset.indices.tolist(), subset.labels.tolist(), strict=True):
+    assert np.bincount(subset.chosen_labels).tolist() == [5] * 10
+    assert (np.diff(subset.chosen) > 0).all()
+    for sample, label in zip(subset.chosen.tolist(), subset.chosen_labels.tolist(), strict=True):
         assert index.name(sample).startswith(subset.classes[label] + "/")
-    assert (subset.indices.dtype, subset.labels.dtype) == (np.int64, np.int32)
+    assert (subset.chosen.dtype, subset.chosen_labels.dtype) == (np.int64, np.int32)
 
 
 def test_the_default_is_everything() -> None:
     index = index_of(images(*CLASSES))
     subset = choose_subset(index, classes=None, per_class=None, seed=42)
-    assert subset.indices.tolist() == list(range(len(index)))
-    assert subset.labels.tolist() == index.labels.tolist()
+    assert subset.chosen.tolist() == list(range(len(index)))
+    assert subset.chosen_labels.tolist() == index.labels.tolist()
     assert subset.classes == index.classes
 
 
@@ -57,16 +57,16 @@ def test_the_seed_chooses() -> None:
     index = index_of(images(*CLASSES))
     found = [choose_subset(index, classes=10, per_class=5, seed=seed) for seed in (1, 1, 2)]
     assert found[0].classes == found[1].classes != found[2].classes
-    assert found[0].indices.tolist() == found[1].indices.tolist()
-    other_images = choose_subset(index, classes=None, per_class=5, seed=2).indices
-    assert choose_subset(index, classes=None, per_class=5, seed=1).indices.tolist() != other_images.tolist()
+    assert found[0].chosen.tolist() == found[1].chosen.tolist()
+    other_images = choose_subset(index, classes=None, per_class=5, seed=2).chosen
+    assert choose_subset(index, classes=None, per_class=5, seed=1).chosen.tolist() != other_images.tolist()
 
 
 def test_the_choice_is_fixed_forever() -> None:
     """The same on every machine and in every version, so that a published subset can be reproduced."""
     subset = choose_subset(index_of(images(*CLASSES)), classes=4, per_class=1, seed=42)
     assert subset.classes == ("n0004", "n0010", "n0011", "n0039")
-    assert subset.indices.tolist() == [58, 126, 134, 479]
+    assert subset.chosen.tolist() == [58, 126, 134, 479]
 
 
 def test_over_many_seeds_every_class_is_chosen() -> None:
@@ -82,8 +82,8 @@ def test_the_order_of_the_samples_does_not_matter() -> None:
     one = choose_subset(sorted_index, classes=7, per_class=3, seed=5)
     other = choose_subset(packed, classes=7, per_class=3, seed=5)
     assert chosen_names(sorted_index, one) == chosen_names(packed, other)
-    assert (np.diff(other.indices) > 0).all()
-    assert np.bincount(other.labels).tolist() == [3] * 7
+    assert (np.diff(other.chosen) > 0).all()
+    assert np.bincount(other.chosen_labels).tolist() == [3] * 7
 
 
 def test_the_chosen_images_do_not_depend_on_other_classes() -> None:
@@ -106,19 +106,19 @@ def test_validation_takes_the_classes_of_training_and_numbers_them_alike() -> No
     val_index = index_of(images(*CLASSES, "a-first", each=4))
     val = choose_subset(val_index, classes=10, per_class=2, seed=5, names=train.classes)
     assert val.classes == train.classes
-    assert np.bincount(val.labels).tolist() == [2] * 10
-    assert {val_index.name(n).split("/")[0] for n in val.indices.tolist()} == set(train.classes)
+    assert np.bincount(val.chosen_labels).tolist() == [2] * 10
+    assert {val_index.name(n).split("/")[0] for n in val.chosen.tolist()} == set(train.classes)
 
 
 def test_a_class_without_validation_images_keeps_its_number() -> None:
     val = choose_subset(index_of(images("a", "c")), classes=None, per_class=1, seed=0, names=["a", "b", "c"])
     assert val.classes == ("a", "b", "c")
-    assert val.labels.tolist() == [0, 2]
+    assert val.chosen_labels.tolist() == [0, 2]
 
 
 def test_a_small_class_gives_all_it_has() -> None:
     subset = choose_subset(index_of(images("a", each=2) | images("b", each=9)), classes=None, per_class=5, seed=0)
-    assert np.bincount(subset.labels).tolist() == [2, 5]
+    assert np.bincount(subset.chosen_labels).tolist() == [2, 5]
 
 
 def test_empty_classes_are_not_chosen() -> None:
@@ -142,7 +142,7 @@ def test_the_choice_is_recorded(tmp_path: Path) -> None:
     train = choose_subset(index, classes=3, per_class=5, seed=42)
     val = choose_subset(index, classes=3, per_class=2, seed=42, names=train.classes)
     file = RunFolder(tmp_path).subset_file
-    file.write_text(json.dumps(subset_record(train, val)))
+    file.write_text(json.dumps(subset_record(train, val, 42)))
     assert file.name == "subset.json"
     assert json.loads(file.read_text()) == {
         "seed": 42,
@@ -150,4 +150,4 @@ def test_the_choice_is_recorded(tmp_path: Path) -> None:
         "samples": {"train": 15, "val": 6},
         "per_class": {"train": [5, 5, 5], "val": [2, 2, 2]},
     }
-    assert subset_record(train, None)["samples"]["val"] is None
+    assert subset_record(train, None, 42)["samples"]["val"] is None

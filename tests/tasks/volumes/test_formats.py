@@ -1,4 +1,4 @@
-"""A region of a volume is the same slice of the array, whatever the format; a fault is told with the file's name."""
+"""A region of a volume is the same slice of the array, whatever the format; errors name the file."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def some_regions(count: int, seed: int = 1) -> list[Region]:
     return [region for region in regions if region.voxels] + [whole(SHAPE)]
 
 
-def check_reads(ref: VolumeRef, array: np.ndarray[Any, Any]) -> None:
-    volume = open_volume(ref)
+def check_reads(ref: VolumeRef, array: np.ndarray[Any, Any], options: ReadingOptions | None = None) -> None:
+    volume = open_volume(ref, options)
     assert (volume.shape, volume.dtype) == (SHAPE, array.dtype)
     assert volume.dtype.isnative
     for region in some_regions(12):
@@ -60,24 +60,18 @@ def check_reads(ref: VolumeRef, array: np.ndarray[Any, Any]) -> None:
         assert np.array_equal(out, array[region.slices])
 
 
-@pytest.mark.parametrize("kind", ["uint8", "uint16", "float32"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_region_is_the_slice_of_the_array(name: str, kind: str, tmp_path: Path) -> None:
-    array = voxels(kind)
-    check_reads(FORMATS[name](tmp_path, array), array)
+@pytest.mark.parametrize("name", [*FORMATS, *PILLOW])
+def test_a_region_is_the_slice_of_the_array(name: str, tmp_path: Path) -> None:
+    for kind in ("uint8",) if name in PILLOW else ("uint16", "float32"):
+        array = voxels(kind)
+        (tmp_path / kind).mkdir()
+        check_reads((FORMATS | PILLOW)[name](tmp_path / kind, array), array)
 
 
-@pytest.mark.parametrize("name", PILLOW)
-def test_pages_written_by_libtiff_are_read(name: str, tmp_path: Path) -> None:
-    array = voxels("uint8")
-    check_reads(PILLOW[name](tmp_path, array), array)
-
-
-@pytest.mark.parametrize("write", [npy, tiff(compression="zlib"), zarr_array(3)], ids=["npy", "tiff", "zarr"])
-def test_a_box_of_a_volume_shows_nothing_outside_of_it(write: Any, tmp_path: Path) -> None:
+def test_a_box_of_a_volume_shows_nothing_outside_of_it(tmp_path: Path) -> None:
     array = voxels("uint8")
     box = Region((5, 6, 7), (25, 36, 47))
-    volume = OpenVolumes().get(write(tmp_path, array), box)
+    volume = OpenVolumes().get(tiff(compression="zlib")(tmp_path, array), box)
     assert volume.shape == (20, 30, 40)
     assert np.array_equal(volume.read(whole(volume.shape)), array[box.slices])
     padded = np.empty((40, 50, 60), np.uint8)
@@ -104,25 +98,12 @@ def test_a_scaled_nifti_volume_has_the_scaled_values(tmp_path: Path) -> None:
         assert np.allclose(volume.read(region), expected[region.slices])
 
 
-def test_zarr_is_read_from_s3_with_the_credentials_of_the_environment(s3: S3Server, tmp_path: Path) -> None:
-    array = voxels("uint16")
-    zarr_array(3, (8, 8, 8), (24, 24, 24))(tmp_path, array)
-    for path in sorted((tmp_path / "volume.zarr").rglob("*")):
-        if path.is_file():
-            s3.put(f"volumes/{path.relative_to(tmp_path)}", path.read_bytes())
-    check_reads(VolumeRef(f"s3://{BUCKET}/volumes/volume.zarr"), array)
-    with pytest.raises(ReadFailure, match="missing"):
-        open_volume(VolumeRef(f"s3://{BUCKET}/volumes/other.zarr"))
-
-
 def test_zarr_is_read_from_s3_with_a_profile(
     s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     array = voxels("uint8")
     zarr_array(2)(tmp_path, array)
-    for path in sorted((tmp_path / "volume.zarr").rglob("*")):
-        if path.is_file():
-            s3_server.put(f"profile/{path.relative_to(tmp_path)}", path.read_bytes())
+    s3_server.put_folder(tmp_path, "profile")
     known = s3_server.environment()
     (tmp_path / "credentials").write_text(
         f"[lab]\naws_access_key_id={known['AWS_ACCESS_KEY_ID']}\naws_secret_access_key={known['AWS_SECRET_ACCESS_KEY']}\n"
@@ -133,6 +114,8 @@ def test_zarr_is_read_from_s3_with_a_profile(
         "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
     })  # fmt: skip
     check_reads(VolumeRef(f"s3://{BUCKET}/profile/volume.zarr"), array)
+    with pytest.raises(ReadFailure, match="missing"):
+        open_volume(VolumeRef(f"s3://{BUCKET}/profile/other.zarr"))
 
 
 def test_a_bucket_without_permission_is_the_stores_fault(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,39 +126,29 @@ def test_a_bucket_without_permission_is_the_stores_fault(s3: S3Server, monkeypat
     assert "AWS_ACCESS_KEY_ID" in str(caught.value.hint)
 
 
-def cut(path: Path, share: float) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * share)])
-
-
-@pytest.mark.parametrize("share", [0.05, 0.4, 0.97])
-@pytest.mark.parametrize(
-    "name", ["tiff", "tiff deflate", "tiff lzw", "tiff by Pillow", "npy", "nii", "nii.gz", "tiff tiles"]
-)
-def test_a_truncated_file_is_refused_by_name(name: str, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tiff", "tiff lzw", "tiff by Pillow", "npy", "nii", "nii.gz", "tiff tiles"])
+def test_a_truncated_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
     ref = (FORMATS | PILLOW)[name](tmp_path, voxels("uint8"))
-    cut(Path(ref.location), share)
-    with pytest.raises(ReadFailure) as caught:
-        open_volume(ref).read(whole(SHAPE))
-    assert caught.value.path == ref.location
-    assert caught.value.reason in ("short", "unreadable")
+    data = Path(ref.location).read_bytes()
+    for share in (0.97, 0.4, 0.05):
+        Path(ref.location).write_bytes(data[: int(len(data) * share)])
+        with pytest.raises(ReadFailure) as caught:
+            open_volume(ref).read(whole(SHAPE))
+        assert caught.value.path == ref.location
+        assert caught.value.reason in ("short", "unreadable")
 
 
-@pytest.mark.parametrize("content", [b"", b"II*\0", b"\x93NUMPY", b"hello world, this is no volume at all" * 20])
 @pytest.mark.parametrize("suffix", [".tif", ".npy", ".nii", ".nii.gz"])
-def test_a_file_that_is_no_volume_is_refused_by_name(suffix: str, content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_no_volume_is_refused_by_name(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"x{suffix}"
-    path.write_bytes(content)
     with pytest.raises(ReadFailure) as caught:
-        open_volume(VolumeRef(str(path))).read(Region((0, 0, 0), (1, 1, 1)))
-    assert caught.value.path == str(path)
-
-
-@pytest.mark.parametrize("name", ["gone.tif", "gone.npy", "gone.nii.gz", "gone.zarr"])
-def test_a_missing_volume_is_named(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ReadFailure) as caught:
-        open_volume(VolumeRef(str(tmp_path / name)))
-    assert (caught.value.path, caught.value.reason) == (str(tmp_path / name), "missing")
+        open_volume(VolumeRef(str(path)))
+    assert (caught.value.path, caught.value.reason) == (str(path), "missing")
+    for content in (b"", b"II*\0", b"\x93NUMPY", b"hello world, this is no volume at all" * 20):
+        path.write_bytes(content)
+        with pytest.raises(ReadFailure) as caught:
+            open_volume(VolumeRef(str(path))).read(Region((0, 0, 0), (1, 1, 1)))
+        assert caught.value.path == str(path)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +188,7 @@ def test_whatever_bytes_are_damaged_the_file_is_read_or_refused(name: str, tmp_p
     data = path.read_bytes()
     small = ReadingOptions(max_voxels=10**7, max_decoded_bytes=10**7)
     refused = 0
-    for attempt in range(80):
+    for attempt in range(40):
         damaged = bytearray(data)
         # Headers are at the beginning, those of most TIFF files at the end.
         for place in random.integers(0, 350, 5):
@@ -253,12 +226,10 @@ def test_a_compressed_bomb_is_refused_before_it_is_decompressed(tmp_path: Path) 
         open_volume(VolumeRef(str(tmp_path / "big.npy")), ReadingOptions(max_voxels=7999))
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_a_missing_chunk_is_an_error_unless_it_means_the_fill_value(version: int, tmp_path: Path) -> None:
+def test_a_missing_chunk_is_an_error_unless_it_means_the_fill_value(tmp_path: Path) -> None:
     array = voxels("uint8")
-    ref = zarr_array(version)(tmp_path, array)
-    chunk = Path(ref.location) / ("1.1.1" if version == 2 else "c/1/1/1")
-    chunk.unlink()
+    ref = zarr_array(3)(tmp_path, array)
+    (Path(ref.location) / "c/1/1/1").unlink()
     volume = open_volume(ref)
     volume.read(Region((0, 0, 0), (16, 16, 16)))
     with pytest.raises(ReadFailure) as caught:
@@ -285,9 +256,6 @@ def test_axes_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
             open_volume(VolumeRef(str(tmp_path / name)))
         assert caught.value.reason in ("wrong axes", "not a volume"), name
         assert caught.value.path == str(tmp_path / name)
-
-
-def test_levels_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     ref = FORMATS["ome-zarr 0.4"](tmp_path, voxels("uint8"))
     with pytest.raises(ReadFailure, match="levels 0 to 1"):
         open_volume(VolumeRef(ref.location, level=2))
@@ -306,19 +274,18 @@ def test_an_open_stack_keeps_no_object_for_each_page(tmp_path: Path) -> None:
     assert sum(type(one) in kinds for one in gc.get_objects()) <= 2 * len(refs)
 
 
-def test_voxels_that_are_not_finite_are_found(tmp_path: Path) -> None:
+def test_voxels_that_are_not_finite_are_found() -> None:
     array = voxels("float32")
     check_finite(array, "x.npy")
     for bad in (np.nan, np.inf, -np.inf):
-        broken = array.copy()
-        broken[3, 4, 5] = bad
+        array[3, 4, 5] = bad
         with pytest.raises(ReadFailure) as caught:
-            check_finite(broken, "x.npy")
+            check_finite(array, "x.npy")
         assert (caught.value.path, caught.value.reason) == ("x.npy", "not finite")
 
 
 def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:
-    for write in (npy, tiff(), nifti(".nii.gz")):
+    for write in (npy, nifti(".nii.gz")):
         before = open_volume(write(tmp_path, voxels("uint8"))).identity
         assert open_volume(write(tmp_path, voxels("uint16"))).identity != before
 

@@ -45,8 +45,9 @@ def patch_for(name: str) -> tuple[int, int, int]:
     )
 
 
-def test_the_case_study_s_network_has_its_number_of_parameters() -> None:
+def test_the_case_study_s_network_has_its_number_of_parameters_and_the_presets_patches_fit() -> None:
     assert round(count_parameters(meta("residual_unet", (80, 144, 144))) / 1e6, 1) == 33.7
+    assert all(patch == fitting_patches(name, patch)[1] for name, patch in RESENC_PATCHES.items())
 
 
 def test_the_residual_encoder_computes_as_many_values_as_nnunet_says() -> None:
@@ -62,11 +63,6 @@ def test_the_residual_encoder_computes_as_many_values_as_nnunet_says() -> None:
     # It also counts an output at a sixteenth, which it then gives no weight, and a shortcut that only pools.
     assert sum(values) + 3 * 8**3 + 320 * 4**3 == 558_319_104
     assert count_parameters(model) == 102_349_612
-
-
-@pytest.mark.parametrize("name", RESENC_PATCHES)
-def test_the_patches_of_the_presets_fit(name: str) -> None:
-    assert meta(name, RESENC_PATCHES[name]).divisor[0] in (32, 64)
 
 
 @pytest.mark.parametrize(
@@ -106,11 +102,8 @@ def test_weights_follow_from_the_seed_alone_and_the_generator_stays_as_it_was() 
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_no_weight_has_two_names() -> None:
     state = build("dynunet", deep_supervision=True).state_dict()
-    assert len({value.data_ptr() for value in state.values()}) == len(state)
+    assert len({value.data_ptr() for value in state.values()}) == len(state), "no weight has two names"
 
 
 @pytest.mark.parametrize("name", ["dynunet", "small_unet", pytest.param("swinunetr", marks=pytest.mark.release)])
@@ -183,9 +176,6 @@ def test_a_padded_patch_gives_what_the_network_gives_for_the_patch_with_zeros() 
     torch.testing.assert_close(outputs[1], expected[1][:, :, :5, :, :7])
     # A resolution whose voxels do not end where the patch ends is left out.
     assert [tuple(output.shape[2:]) for output in padding(torch.randn(1, 1, 9, 12, 14))] == [(9, 12, 14)]
-
-
-def test_a_model_that_does_not_pad_refuses_other_sizes() -> None:
     with pytest.raises(UserError, match="9 x 8 x 8"):
         build("small_unet", (8, 8, 8))(torch.zeros(1, 1, 9, 8, 8))
 
@@ -196,7 +186,6 @@ def test_a_model_that_does_not_pad_refuses_other_sizes() -> None:
         ("dynunte", {}, "model-unknown"),
         ("unet", {"deep_supervision": True}, "model-lacks-feature"),
         ("segresnet_ds", {"dropout": 0.1}, "model-lacks-feature"),
-        ("dynunet", {"patch": (8, 8, 8)}, "patch-too-small"),
         ("residual_unet", {"patch": (16, 16, 16)}, "patch-too-small"),
     ],
 )

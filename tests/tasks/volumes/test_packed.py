@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from stoker.config import load_config
 from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure
 from stoker.loader.loader import LoaderOptions
 from stoker.tasks.demo import write_scrolls
-from stoker.tasks.volumes.cases.cases import Case, open_cases
+from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import statistics_of, survey
 from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
-from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, box_at, whole
+from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, whole
 from stoker.tasks.volumes.pack import layout_trial as trial
-from stoker.tasks.volumes.pack.cases_packing import gather, pack_volumes
+from stoker.tasks.volumes.pack.cases_packing import open_source, pack_volumes
 from stoker.tasks.volumes.pack.index import file_names, read_index
 from stoker.tasks.volumes.pack.layout_trial import Tried, choose, try_layouts
-from stoker.tasks.volumes.pack.make_case import VolumePack
+from stoker.tasks.volumes.pack.make_case import VolumePack, VolumeSource
 from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, prepare_image
-from stoker.tasks.volumes.pack.sizes import look
 from stoker.tasks.volumes.pack.write_volume import LAYOUTS, checksum, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
 from stoker.tasks.volumes.patches.patches import TransformRange, training_steps
@@ -51,14 +53,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def packed(source: Path, root: Path, layout: str = "raw", preparation: VoxelChanges | None = None) -> Path:
-    (root / ".pack").mkdir(parents=True, exist_ok=True)
-    listed, preparation = open_cases(source), preparation or VoxelChanges()
-    cases = gather({"train": listed, "test": open_cases(source, "test")})
-    pack = VolumePack(root, cases, listed.rules, preparation, LAYOUTS[layout], READING)
-    looked = look(cases, listed.rules, preparation, READING)
-    pack_volumes(pack, looked, workers=1, max_bad_fraction=0, notes=listed.notes)
-    return root
+def opened(source: Path) -> VolumeSource:
+    config = load_config(None, ["task=segment3d", "patch_size=[16,16,16]", f"data_root={source}"]).config
+    return open_source(config, VoxelChanges())
+
+
+@pytest.fixture(scope="module")
+def packs(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source in each layout."""
+    roots = {layout: tmp_path_factory.mktemp("packs") / layout for layout in LAYOUTS}
+    for layout, root in roots.items():
+        (root / ".pack").mkdir(parents=True)
+        pack_volumes(VolumePack(root, opened(source), LAYOUTS[layout]), workers=1)
+    return roots
+
+
+@pytest.fixture
+def own_pack(packs: dict[str, Path], tmp_path: Path) -> Path:
+    """A pack that a test may damage."""
+    return Path(shutil.copytree(packs["raw"], tmp_path / "packed"))
 
 
 def patches(root: Path | str) -> list[str]:
@@ -71,8 +84,10 @@ def patches(root: Path | str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_a_pack_gives_the_cases_and_the_patches_of_its_source(layout: str, source: Path, tmp_path: Path) -> None:
-    root = packed(source, tmp_path / "packed", layout)
+def test_a_pack_gives_the_cases_and_the_patches_of_its_source(
+    layout: str, source: Path, packs: dict[str, Path]
+) -> None:
+    root = packs[layout]
     before, after = open_cases(source), open_cases(root)
     assert [(case.id, case.group) for case in after.cases] == [(case.id, case.group) for case in before.cases]
     assert after.rules == before.rules
@@ -88,13 +103,18 @@ def test_a_pack_gives_the_cases_and_the_patches_of_its_source(layout: str, sourc
         assert (means[number, 0], deviations[number, 0]) == pytest.approx((voxels.mean(), voxels.std()), rel=1e-6)
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("kind", ["uint8", "int16", "float32"])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("raw", "uint8"), ("raw", "float32"), ("blocks32", "int16"), ("blocks64", "uint8"), ("zarr", "float32")],
+)
 def test_any_region_of_any_kind_of_voxels_is_a_slice(layout: str, kind: str, tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     voxels = (random.random((70, 40, 65)) * 250).astype(kind)
     path = tmp_path / f"a{LAYOUTS[layout].suffix}"
     facts = write_volume(path, prepare_image(ArrayVolume("a", voxels), VoxelChanges()), LAYOUTS[layout], is_label=False)
+    with path.open("rb") if path.is_file() else nullcontext() as stream:
+        if stream is not None:  # what is not in memory is asked for ahead
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     volume = open_volume(VolumeRef(str(path), packed=facts))
     assert (volume.shape, volume.dtype) == (voxels.shape, voxels.dtype)
     for _ in range(12):
@@ -109,28 +129,14 @@ def test_any_region_of_any_kind_of_voxels_is_a_slice(layout: str, kind: str, tmp
         np.testing.assert_array_equal(np.load(path), voxels)
 
 
-def test_a_file_that_is_not_in_memory_is_read_right(tmp_path: Path) -> None:
-    voxels = np.random.default_rng(0).integers(0, 255, (64, 200, 200), dtype=np.uint8)
-    for layout in ("raw", "blocks32"):
-        path = tmp_path / f"a{LAYOUTS[layout].suffix}"
-        prepared = prepare_image(ArrayVolume("a", voxels), VoxelChanges())
-        facts = write_volume(path, prepared, LAYOUTS[layout], is_label=False)
-        with path.open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        region = box_at((3, 50, 61), (50, 70, 100))
-        volume = open_volume(VolumeRef(str(path), packed=facts))
-        np.testing.assert_array_equal(volume.read(region), voxels[region.slices])
-
-
-def test_damage_is_found_when_a_volume_is_opened_or_verified(source: Path, tmp_path: Path) -> None:
-    root = packed(source, tmp_path / "packed")
-    first, second, third = open_cases(root).cases
+def test_damage_is_found_when_a_volume_is_opened_or_verified(own_pack: Path) -> None:
+    first, second, third = open_cases(own_pack).cases
     file = Path(first.images[0].location)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ReadFailure, match="the pack's index says"):
         open_volume(first.images[0])
     # One bad volume is set aside; the survey of the whole pack must not be remembered for it.
-    assert [one.id for one in survey(open_cases(root).cases, OpenVolumes(READING)).bad] == [first.id]
+    assert [one.id for one in survey(open_cases(own_pack).cases, OpenVolumes(READING)).bad] == [first.id]
     other = Path(second.images[0].location)
     other.write_bytes(b"\x93NUMPY\x02" + other.read_bytes()[7:])
     with pytest.raises(ReadFailure, match="header"):
@@ -142,24 +148,23 @@ def test_damage_is_found_when_a_volume_is_opened_or_verified(source: Path, tmp_p
     assert checksum(Path(third.images[0].location), third.images[0].packed) != third.images[0].packed.xxh3
 
 
-def test_an_index_that_was_changed_is_refused(source: Path, tmp_path: Path) -> None:
-    root = packed(source, tmp_path / "packed")
-    text = (root / "volumes.json").read_text()
+def test_an_index_that_was_changed_is_refused(own_pack: Path) -> None:
+    text = (own_pack / "volumes.json").read_text()
     for wrong in (text.replace('"group": "10000"', '"group": "10001"', 1), text[:-10], "[]", "{}"):
-        (root / "volumes.json").write_text(wrong)
+        (own_pack / "volumes.json").write_text(wrong)
         with pytest.raises(UserError, match="cannot be used") as caught:
-            open_cases(root)
+            open_cases(own_pack)
         assert caught.value.name == "pack-damaged"
-    (root / "volumes.json").write_text(text)
+    (own_pack / "volumes.json").write_text(text)
     document = json.loads(text)
     document["cases"][0]["images"][0]["path"] = "../../secret.npy"
-    (root / "volumes.json").write_text(json.dumps(document))
+    (own_pack / "volumes.json").write_text(json.dumps(document))
     with pytest.raises(UserError, match="cannot be used"):
-        read_index(root)
+        read_index(own_pack)
 
 
-def test_labels_that_packing_has_seen_are_checked_against_other_rules(source: Path, tmp_path: Path) -> None:
-    case = open_cases(packed(source, tmp_path / "packed")).cases[0]
+def test_labels_that_packing_has_seen_are_checked_against_other_rules(packs: dict[str, Path]) -> None:
+    case = open_cases(packs["raw"]).cases[0]
     assert case.label is not None
     assert case.label.packed is not None
     assert case.label.packed.labels == (0, 1, 2)
@@ -181,36 +186,23 @@ def test_file_names_never_collide_and_never_leave_their_folder() -> None:
     assert names["a"] == "a"
 
 
-def tried(name: str, warm_s: float, cold_s: float | None, size: int) -> Tried:
-    return Tried(LAYOUTS[name], warm_s, cold_s, size)
-
-
 def test_the_layout_is_chosen_by_where_the_pack_will_be_read_from() -> None:
-    measured = (tried("raw", 0.5, 9.0, 100), tried("blocks64", 0.8, 4.0, 110), tried("zarr", 3.0, 4.2, 60))
-    assert choose(measured, fits_in_memory=True).name == "raw"
+    raw, blocks, zarr = LAYOUTS["raw"], LAYOUTS["blocks64"], LAYOUTS["zarr"]
+    first = (Tried(raw, 0.5, 9.0, 100), Tried(blocks, 0.8, 4.0, 110))
+    assert choose((*first, Tried(zarr, 3.0, 4.2, 60)), fits_in_memory=True) is raw
     # About as fast from the disk: then the smaller one.
-    assert choose(measured, fits_in_memory=False).name == "zarr"
-    assert choose((*measured[:2], tried("zarr", 3.0, 8.0, 60)), fits_in_memory=False).name == "blocks64"
-    assert choose((tried("raw", 0.5, None, 100), tried("zarr", 3.0, None, 60)), fits_in_memory=False).name == "raw"
+    assert choose((*first, Tried(zarr, 3.0, 4.2, 60)), fits_in_memory=False) is zarr
+    assert choose((*first, Tried(zarr, 3.0, 8.0, 60)), fits_in_memory=False) is blocks
+    assert choose((Tried(raw, 0.5, None, 100), Tried(zarr, 3.0, None, 60)), fits_in_memory=False) is raw
 
 
 def test_the_trial_measures_every_layout_and_leaves_nothing_behind(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "TRIAL_VOXELS", 20_000)  # a slab of the volume
-    listed = open_cases(source)
-    cases = gather({"train": listed})
     dropped: list[str] = []
-
-    def drop(path: str) -> bool:
-        dropped.append(path)
-        return True
-
-    looked = look(cases, listed.rules, VoxelChanges(), READING)
-    found = try_layouts(
-        cases, looked, listed.rules, VoxelChanges(), READING, tmp_path / "trial", patch=(64, 16, 16),
-        memory_bytes=1 << 30, drop=drop,
-    )  # fmt: skip
+    monkeypatch.setattr(trial, "drop_from_cache", lambda path: not dropped.append(path))
+    found = try_layouts(opened(source), tmp_path / "trial", (64, 16, 16))
     assert [one.layout.name for one in found.tried] == list(LAYOUTS)
     assert found.patch == (8, 16, 16)
     assert found.fits_in_memory
@@ -220,14 +212,10 @@ def test_the_trial_measures_every_layout_and_leaves_nothing_behind(
     assert by_name["zarr"].bytes < by_name["blocks64"].bytes
     assert len(dropped) >= 2 * len(LAYOUTS)
     assert not (tmp_path / "trial").exists()
-    assert isinstance(cases[0][1], Case)
 
 
-def test_a_pack_in_s3_gives_the_same_patches(source: Path, tmp_path: Path, s3: S3Server) -> None:
-    for layout in ("raw", "zarr", "blocks32"):
-        url = s3.put_folder(packed(source, tmp_path / layout, layout), f"packs/{layout}")
-        if layout == "blocks32":
-            with pytest.raises(UserError, match="read from a local disk"):
-                open_cases(url)
-        else:
-            assert patches(url) == patches(source)
+def test_a_pack_in_s3_gives_the_same_patches(source: Path, packs: dict[str, Path], s3: S3Server) -> None:
+    for layout in ("raw", "zarr"):
+        assert patches(s3.put_folder(packs[layout], f"packs/{layout}")) == patches(source)
+    with pytest.raises(UserError, match="read from a local disk"):
+        open_cases(s3.put_folder(packs["blocks32"], "packs/blocks32"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from scipy.ndimage import map_coordinates
 
 from stoker.core.errors import UserError
 from stoker.tasks.demo import scroll_volume
-from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape, read_padded, whole
+from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape, read_padded
 from stoker.tasks.volumes.patches.label_index import LabelIndex, map_labels
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patches import (
@@ -67,7 +66,7 @@ def test_a_patch_is_drawn_for_a_labelled_voxel_and_contains_it(
     transforms: TransformRange, labels: list[Any], index: LabelIndex
 ) -> None:
     patches = RandomPatches(PATCH, SHAPES, index, transforms=transforms)
-    for one in placed(patches, 0, np.arange(600)):
+    for one in placed(patches, 0, np.arange(200)):
         assert one.voxel is not None
         assert labels[one.case][one.voxel] != 2
         # The voxel's place in the patch, by the inverse of what the device resamples with.
@@ -96,8 +95,7 @@ def test_cases_take_turns(index: LabelIndex) -> None:
 
 
 def test_an_unrotated_patch_reads_its_own_voxels_and_stays_inside(index: LabelIndex) -> None:
-    flips = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5)
-    big = tuple(shape for shape in SHAPES[:2])
+    flips, big = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5), SHAPES[:2]
     for one in placed(RandomPatches(PATCH, big, index.chosen([0, 1]), transforms=flips), 0, np.arange(300)):
         assert one.region.voxels == 8 * 12 * 14
         assert one.region.within(big[one.case]) == one.region
@@ -106,7 +104,7 @@ def test_an_unrotated_patch_reads_its_own_voxels_and_stays_inside(index: LabelIn
 
 def test_most_patches_of_the_usual_recipe_read_their_own_size() -> None:
     recipe = TransformRange(flips=(0.5, 0.5, 0.5), rotation=0.2, scaling=0.2)
-    drawn = draw_transforms(np.arange(20_000, dtype=np.uint64), recipe, (72, 136, 136))
+    drawn = draw_transforms(np.arange(10_000, dtype=np.uint64), recipe, (72, 136, 136))
     read = np.array([one.region((72, 136, 136), (0, 0, 0)).voxels for one in drawn]) / (72 * 136 * 136)
     assert np.mean(read == 1) == pytest.approx(0.64, abs=0.01)
     assert read.max() <= recipe.most_read
@@ -142,7 +140,7 @@ def test_the_region_of_a_rotated_patch_is_all_that_resampling_needs(
     assert np.allclose(map_coordinates(part, in_region, order=1, mode="nearest"), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
 @pytest.mark.parametrize("flips", [(False, False, False), (True, False, True)])
 def test_swapping_and_flipping_is_the_transform_of_a_plain_patch(order: Any, flips: Any) -> None:
     transform = Transform(order, flips)
@@ -159,7 +157,7 @@ def test_swapping_and_flipping_is_the_transform_of_a_plain_patch(order: Any, fli
 
 
 @given(size=st.integers(1, 200), length=st.integers(1, 80), overlap=st.floats(0, 0.9))
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_grid_leaves_no_voxel_out(size: int, length: int, overlap: float) -> None:
     starts = grid_starts(size, length, overlap)
     covered = np.zeros(size, bool)
@@ -177,7 +175,8 @@ def test_a_grid_numbers_the_patches_of_all_cases() -> None:
     positions = np.arange(len(grid))
     cases = grid.cases(0, positions)
     found = grid.place(cases, grid.keys(0, positions), positions)
-    expected = [(case, start) for case in range(3) for start in grid.starts(case)]
+    axes = [[grid_starts(size, length, 0.5) for size, length in zip(shape, PATCH, strict=True)] for shape in SHAPES]
+    expected = [(case, start) for case in range(3) for start in itertools.product(*axes[case])]
     assert [(one.case, one.start) for one in found] == expected
     for case, shape in enumerate(SHAPES):
         covered = np.zeros(shape, bool)
@@ -187,13 +186,9 @@ def test_a_grid_numbers_the_patches_of_all_cases() -> None:
         assert covered.all()
 
 
-def test_an_epoch_has_as_many_updates_as_asked_whatever_the_batch() -> None:
+def test_ranks_share_the_patches_of_a_step_and_an_epoch_has_as_many_updates_as_asked(index: LabelIndex) -> None:
     for batch, accumulate, world in ((1, 1, 1), (2, 4, 1), (3, 2, 5)):
-        steps = training_steps(250, batch, accumulate=accumulate, world=world)
-        assert steps.count() == 250 * accumulate
-
-
-def test_ranks_share_the_patches_of_a_step(index: LabelIndex) -> None:
+        assert training_steps(250, batch, accumulate=accumulate, world=world).count() == 250 * accumulate
     patches = RandomPatches(PATCH, SHAPES, index, transforms=EVERYTHING)
     alone = training_steps(10, 6)
     for step in range(10):
@@ -232,9 +227,7 @@ def test_cases_without_a_label_are_left_out_and_if_all_are_it_is_an_error(index:
     assert caught.value.name == "no-labelled-voxel"
 
 
-def test_regions_know_their_neighbours(tmp_path: Path) -> None:
+def test_a_region_is_cut_at_the_border() -> None:
     box = Region((-2, 1, 3), (4, 9, 30))
     assert box.within((5, 5, 20)) == Region((0, 1, 3), (4, 5, 20))
     assert Region((9, 0, 0), (12, 5, 5)).within((5, 5, 5)).voxels == 0
-    assert whole((5, 5, 5)).overlaps(box)
-    assert not whole((5, 5, 3)).overlaps(box)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -16,7 +17,7 @@ from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Voxels, whole
 from stoker.tasks.volumes.pack.preprocessing import (
     VoxelChanges,
-    check_preparation,
+    parse_changes,
     parse_clip,
     percentiles,
     prepare_image,
@@ -33,8 +34,7 @@ def prepared(voxels: Voxels, preparation: VoxelChanges, region: Region | None = 
     return found.read(region or whole(found.shape))
 
 
-@pytest.mark.parametrize("kind", ["uint8", "int16", "float32"])
-@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize(("kind", "size"), [("uint8", 3), ("int16", 3), ("float32", 5)])
 def test_the_median_is_scipys(kind: str, size: int) -> None:
     voxels = BYTES.astype(kind) - (100 if kind == "int16" else 0)
     found = prepared(voxels, VoxelChanges(median=size))
@@ -43,7 +43,7 @@ def test_the_median_is_scipys(kind: str, size: int) -> None:
     np.testing.assert_array_equal(prepared(voxels, VoxelChanges(median=size), BOX), found[BOX.slices])
 
 
-@pytest.mark.parametrize("scale", [(0.5, 0.5, 0.5), (1.0, 0.4, 1.7), (2.0, 2.0, 0.3)])
+@pytest.mark.parametrize("scale", [(1.0, 0.4, 1.7), (2.0, 2.0, 0.3)])
 def test_resampling_is_the_same_in_any_pieces_and_keeps_what_is_constant(scale: tuple[float, float, float]) -> None:
     everything = VoxelChanges(clip=parse_clip("5%,200"), median=3, scale=scale)
     found = prepared(BYTES, everything)
@@ -77,7 +77,7 @@ def test_a_clipped_range_becomes_bytes() -> None:
         prepared(voxels, VoxelChanges(dtype="uint8"))
 
 
-@pytest.mark.parametrize("kind", ["uint8", "int16", "float32"])
+@pytest.mark.parametrize("kind", ["uint8", "float32"])
 def test_percentiles_are_values_that_occur(kind: str) -> None:
     voxels = BYTES.astype(kind)
     expected = np.percentile(voxels, [1, 50, 99], method="lower")
@@ -104,17 +104,14 @@ def test_a_spacing_resamples_and_moves_the_affine(tmp_path: Path) -> None:
         prepared(BYTES, VoxelChanges(spacing=(1.0, 1.0, 1.0)))
 
 
-@pytest.mark.parametrize("text", ["5", "1,2,3", "9,1", "99%,1%", "a,b", "0,101%"])
-def test_a_wrong_range_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--clip"):
-        parse_clip(text)
-
-
-@pytest.mark.parametrize(
-    "preparation",
-    [VoxelChanges(median=4), VoxelChanges(median=9), VoxelChanges(scale=(0, 1, 1)),
-     VoxelChanges(scale=(1, 1, 1), spacing=(1, 1, 1))],
-)  # fmt: skip
-def test_what_cannot_be_done_is_refused(preparation: VoxelChanges) -> None:
-    with pytest.raises(UsageError):
-        check_preparation(preparation)
+def test_what_cannot_be_done_is_refused() -> None:
+    for text in ("5", "1,2,3", "9,1", "99%,1%", "a,b", "0,101%"):
+        with pytest.raises(UsageError, match="--clip"):
+            parse_clip(text)
+    wrong: list[dict[str, Any]] = [
+        {"median": 4}, {"median": 9}, {"scale": "0,1,1"}, {"scale": "1,1"}, {"scale": "1", "spacing": "1"},
+        {"dtype": "int8"},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(UsageError):
+            parse_changes(**options)

@@ -72,7 +72,7 @@ def test_nothing_of_an_unreadable_patch_reaches_a_score(tmp_path: Path, scrolls:
         run.input.close()
 
 
-@pytest.mark.parametrize(("limit", "world", "expected"), [(None, 1, 8), (1, 1, 2), (1, 2, 4), (0.5, 1, 4), (9, 1, 8)])
+@pytest.mark.parametrize(("limit", "world", "expected"), [(None, 1, 8), (1, 2, 4), (0.5, 1, 4), (9, 1, 8)])
 def test_a_limited_validation_is_spread_over_the_grid_and_the_same_in_every_epoch(
     limit: Any, world: int, expected: int, tmp_path: Path, scrolls: Path
 ) -> None:

@@ -26,12 +26,8 @@ def data_sets(draw: st.DrawFn) -> tuple[list[Case], dict[str, Shape]]:
     return cases, {one.id: draw(SIZES) for one in cases}
 
 
-def box_of(one: Case, shapes: dict[str, Shape]) -> Region:
-    return one.box or whole(shapes[one.id])
-
-
 @given(data=data_sets(), folds=st.integers(2, 6), seed=st.integers(0, 9), by=st.sampled_from(["group", "volume"]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_groups_and_volumes_are_never_divided(
     data: tuple[list[Case], dict[str, Shape]], folds: int, seed: int, by: str
 ) -> None:
@@ -57,7 +53,7 @@ def test_groups_and_volumes_are_never_divided(
 
 
 @given(data=data_sets(), folds=st.integers(2, 5), margin=st.integers(0, 12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_regions_keep_their_margin_and_folds_cover_everything(
     data: tuple[list[Case], dict[str, Shape]], folds: int, margin: int
 ) -> None:
@@ -70,7 +66,7 @@ def test_regions_keep_their_margin_and_folds_cover_everything(
             # Slabs that a margin or the number of folds leaves nothing of; test_a_fold_without_validation_is_refused.
             return
         for one in parts.val:
-            box = box_of(one, shapes)
+            box = one.box or whole(shapes[one.id])
             validated[one.id] += box.voxels
             # Grown by the margin on every side it must still not touch what is trained on.
             wide = Region(
@@ -79,7 +75,11 @@ def test_regions_keep_their_margin_and_folds_cover_everything(
             )
             for other in parts.train:
                 if other.id == one.id:
-                    assert not wide.overlaps(box_of(other, shapes))
+                    assert other.box is not None
+                    assert any(
+                        wide.stop[axis] <= other.box.start[axis] or other.box.stop[axis] <= wide.start[axis]
+                        for axis in range(3)
+                    )
     assert validated == {name: whole(shape).voxels for name, shape in shapes.items()}
 
 
@@ -97,9 +97,7 @@ def test_folds_are_balanced_by_voxels_and_the_same_in_any_order() -> None:
     ("rule", "name", "hint"),
     [
         (SplitRule(folds=5, fold=1), "empty-fold", "fold=all"),
-        (SplitRule(folds=5, fold=7), "unknown-fold", "fold=0"),
-        (SplitRule(folds=5, fold=-1), "unknown-fold", "fold=0"),
-        (SplitRule(folds=1), "bad-folds", "fold=all"),
+        (SplitRule(folds=5, fold=5), "unknown-fold", "fold=0"),
         (SplitRule(by="volume", folds=3, fold=2), "empty-fold", "folds=2"),
         (SplitRule(by="region", folds=4, margin=60), "empty-fold", "margin"),
     ],
@@ -110,9 +108,5 @@ def test_a_fold_without_validation_is_refused(rule: SplitRule, name: str, hint: 
         divide(cases, shapes, rule)  # type: ignore[arg-type]
     assert caught.value.name == name
     assert hint in str(caught.value.hint)
-
-
-def test_fold_all_trains_on_everything() -> None:
-    cases = [case("a", "s"), case("b", "s")]
-    parts = divide(cases, {"a": (8, 8, 8), "b": (8, 8, 8)}, SplitRule(fold="all"))
+    parts = divide(cases, shapes, SplitRule(fold="all"))  # type: ignore[arg-type]
     assert (parts.train, parts.val) == (tuple(cases), ())

@@ -173,10 +173,9 @@ def _more_workers(facts: Facts) -> str:
 
 
 def _where(facts: Facts) -> str:
-    spots = facts.observed.preparation.spots if facts.observed.preparation is not None else ()
-    if not spots:
+    if not facts.spots:
         return "see where with `py-spy top --pid WORKER`"
-    return f"{spots[0].share:.0%} of it is in {named(spots[0])}"
+    return f"{facts.spots[0].share:.0%} of it is in {named(facts.spots[0])}"
 
 
 def _cores(facts: Facts) -> str:

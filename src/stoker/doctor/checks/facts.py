@@ -11,7 +11,7 @@ from stoker.core.finding import Estimate, Finding
 from stoker.doctor.diagnosis import Prediction
 from stoker.doctor.preparing import Filling, filling
 from stoker.plan.records import PACKED_BYTES
-from stoker.profile.observed import Observed
+from stoker.profile.observed import HotSpot, Observed
 
 STARVED = 0.10
 """Share of the time from which waiting is worth a fix: below it no change of the data path could give more than
@@ -172,6 +172,11 @@ class Facts:
         runnable = split.runq * split.wall_s * self.observed.steps / self.observed.elapsed_s
         always_busy = (self.busy_workers or 0.0) > 1 - ONE_CORE
         return abs(used + runnable - 1) <= ONE_CORE and always_busy and not self.waits_for_bytes
+
+    @property
+    def spots(self) -> tuple[HotSpot, ...]:
+        """The lines that take the time of preparing batches, the costliest first."""
+        return () if self.observed.preparation is None else self.observed.preparation.spots
 
     def prediction(self, prediction_id: str) -> Prediction | None:
         return next((p for p in self.predictions if p.id == prediction_id), None)

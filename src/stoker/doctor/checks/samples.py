@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.core.finding import Finding
 from stoker.core.units import count, duration_text, size_text
-from stoker.doctor.checks.facts import BLOCKED, Facts, check
+from stoker.doctor.checks.facts import Facts, check
 from stoker.doctor.preparing import (
     VOLUMETRIC,
     cache_that_cannot_hit,
@@ -65,13 +65,11 @@ def costly_line(facts: Facts) -> Finding | None:
 
     Example: a tokenizer in pure Python, 80 ms a sample, in the dataset's __getitem__.
     """
-    observed = facts.observed
-    spots = observed.preparation.spots if observed.preparation is not None else ()
-    cost = sample_cpu_s(observed)
-    if not spots or spots[0].share < MOST or cost is None or cost < COSTLY_S or oversized_work(observed) is not None:
+    spots, cost = facts.spots, sample_cpu_s(facts.observed)
+    if not spots or spots[0].share < MOST or cost is None or cost < COSTLY_S:
         return None
-    if facts.split is not None and facts.split.blocked >= BLOCKED:
-        return None  # it waits there, and does not compute
+    if oversized_work(facts.observed) is not None or facts.is_blocked:  # then it waits there, and does not compute
+        return None
     return Finding(
         f"{_cost(facts)}{spots[0].share:.0%} of it in {named(spots[0])}",
         "do that once and store the result, do it on the device, or use a faster function",

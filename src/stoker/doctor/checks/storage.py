@@ -97,8 +97,7 @@ def waits_elsewhere(facts: Facts) -> Finding | None:
         return None
     where = max(facts.observed.stages, key=lambda name: facts.observed.stages[name].blocked_s or 0.0, default=None)
     inside = f" in {where}" if where not in (None, "other") else ""
-    spots = facts.observed.preparation.spots if facts.observed.preparation is not None else ()
-    line = f", mostly in {named(spots[0])}" if spots and spots[0].share >= WORTH_NAMING else ""
+    line = f", mostly in {named(facts.spots[0])}" if facts.spots and facts.spots[0].share >= WORTH_NAMING else ""
     return Finding(
         f"workers are blocked {split.blocked:.0%} of their time{inside}, and read almost nothing meanwhile: "
         f"a lock, a service or a sleep{line}",

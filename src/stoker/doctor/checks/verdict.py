@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from stoker.core.units import count, duration_text, size_text
-from stoker.doctor.checks import (
-    beyond_waiting,
-    contention,
-    cores,
-    cpu_threads,
-    memory_growth,
-    samples,
-    script_habits,
-    storage,
-)
+from stoker.doctor.checks import beyond_waiting, contention, cores, samples, script_habits, storage
 from stoker.doctor.checks.facts import DoctorCheck, Facts
 from stoker.doctor.diagnosis import Diagnosis, Need, Prediction
 from stoker.profile.observed import Observed
 
-MODULES = (samples, contention, storage, cores, beyond_waiting, cpu_threads, memory_growth, script_habits)
+MODULES = (samples, contention, storage, cores, beyond_waiting, script_habits)
 """In order: why the loop waits for data (needless work, then what stops the workers, what blocks them, and what they
 compute), and everything else. Among checks with the same loss, the first that fires names the cause."""
 CHECKS = tuple(check for module in MODULES for check in vars(module).values() if isinstance(check, DoctorCheck))

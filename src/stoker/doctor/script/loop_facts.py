@@ -14,7 +14,7 @@ from typing import Any
 from stoker.attach.ring import LAST, StepRecord
 from stoker.doctor.script.process_watch import SeenProcess
 from stoker.doctor.script.timeline import About, FetchFile
-from stoker.profile.growth import growth_rate
+from stoker.profile.memory import growth_rate
 from stoker.profile.observed import (
     CacheFacts,
     DeviceRead,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.attach import ring
-from stoker.profile.growth import Point, thinned
+from stoker.profile.memory import Point, thinned
 
 LOOK_S = 0.25
 RARELY = 200

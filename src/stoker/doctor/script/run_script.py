@@ -36,8 +36,15 @@ from stoker.attach.session import (
 )
 from stoker.core.errors import UsageError, UserError
 from stoker.doctor.script.process_watch import ProcessWatch
-from stoker.doctor.script.recording import ABOUT_FILES, Recording, has_records, read_attached, read_recording
-from stoker.doctor.script.traced_step import TracedStep, read_traced_step
+from stoker.doctor.script.recording import (
+    ABOUT_FILES,
+    Recording,
+    TracedStep,
+    has_records,
+    read_attached,
+    read_recording,
+    read_traced_step,
+)
 from stoker.profile.host import HostWatch
 from stoker.profile.observed import Observed
 

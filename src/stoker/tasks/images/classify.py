@@ -38,13 +38,12 @@ from stoker.tasks.images.augment.pipeline import (
     build_train_augment,
     memory_format_of,
 )
-from stoker.tasks.images.data import IMAGENET_CLASSES, TrainingData, open_loader, training_plan, validation_plan
+from stoker.tasks.images.data import TrainingData, open_loader, training_plan, validation_plan
 from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.image_loader import ImageBatch, ImageLoader, ImagePlan
-from stoker.tasks.images.image_staging import stage_images
+from stoker.tasks.images.layouts.imagenet import CLASSES
 from stoker.tasks.images.models import build_loss, build_model, cross_entropy, facts_about
 from stoker.tasks.images.permuted_labels import MOST_CLASSES, Confusion, Figures, is_suspicious, judge_labels
-from stoker.tasks.staging import Staging
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.compute import compute_dtype
 from stoker.train.evaluate import Remark
@@ -55,7 +54,6 @@ from stoker.train.step import Prepared, TraceableStep
 
 
 def build_run(config: HostConfig, data: TrainingData, context: RunContext) -> Run:
-    """The run that the config describes, at its beginning."""
     device = context.device
     ready_device(config, device)
     num_classes = config.num_classes or len(data.train.classes)
@@ -142,16 +140,7 @@ class ImageScoring(ClassScoring):
         return None if alarm is None else Remark("labels?", alarm.details(), alarm.text())
 
 
-def open_staging(config: HostConfig, data: TrainingData, ranks: Ranks, say: Say) -> Staging | None:
-    """The local copy that training fills, if the config names one."""
-    if config.stage_to is None:
-        return None
-    train = checked_training_plan(config, data, ranks)
-    return stage_images(config, train, validation_of(config, data, ranks), ranks, say)
-
-
 def describe_run(config: Config, run: Run, data: TrainingData) -> str:
-    """What is about to be trained, in a few lines that people check before they go home."""
     val = "no validation" if data.val is None else f"{len(data.val):,} validation images"
     return "\n".join(
         [
@@ -270,7 +259,7 @@ def traceable_step(config: Config, num_classes: int | None = None) -> TraceableS
     It takes the heaviest batch: with mixup, a mixed one. Policies and erasing are left out: they work on bytes, or on
     a few samples, and are done before the model's activations begin.
     """
-    num_classes = num_classes or config.num_classes or IMAGENET_CLASSES
+    num_classes = num_classes or config.num_classes or CLASSES
     fresh = config.model_copy(update={"weights": None})  # their values do not change their size
 
     def build() -> nn.Module:

@@ -21,33 +21,30 @@ from stoker.core.files import write_text
 from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.io.storage_speed import measure_local_disk, measure_storage, storage_at
-from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
+from stoker.io.stores import Buffer, ReadFailure, Store, StoreDown, is_url
 from stoker.loader.loader import Follow, LoaderSpeed, measure_loader
 from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.host import HostConfig
-from stoker.profile.local_disk import find_local_disk
+from stoker.profile.mounts import find_local_disk
 from stoker.profile.observed import StorageFacts
 from stoker.run.folder import RunFolder
 from stoker.tasks.base import metric_of
 from stoker.tasks.building import limited, loader_options, no_data, updates_per_epoch
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
 from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
-from stoker.tasks.images.decode.decoding import Decoding
-from stoker.tasks.images.decode.resizing import Interpolation
+from stoker.tasks.images.decode.decoding import Decoding, Interpolation
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
-from stoker.tasks.images.layouts.layouts import open_list
-from stoker.tasks.images.layouts.opening import check_same_classes, open_index
+from stoker.tasks.images.layouts.opening import check_same_classes, open_index, open_list
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples, repeated
 from stoker.tasks.images.layouts.splits import find_split
-from stoker.tasks.images.layouts.subset import Subset, choose_subset, split_samples, subset_record
+from stoker.tasks.images.layouts.subset import choose_subset, split_samples, subset_record
 from stoker.train.checkpoint.changes import Contents, Listing, Listings, looked_at
 from stoker.train.ranks import Ranks
 
 Split = Literal["train", "val"]
 CALIBRATION_FILES = 48
-IMAGENET_CLASSES = 1000
 # More than any host decodes in a second with one worker.
 MOST_IMAGES_PER_WORKER_SECOND = 20_000
 ALONE = Ranks()
@@ -112,13 +109,11 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Trai
 
 
 def listings(data: TrainingData) -> Listings:
-    """Which images the data has, in order."""
     parts = {"train": data.train, "val": data.val}
     return {part: None if one is None else listing_of_samples(one) for part, one in parts.items()}
 
 
 def contents(config: HostConfig, data: TrainingData) -> Contents:
-    """A hash of some images, to notice data that was made again under the same names."""
     if config.stage_to is not None:
         return {}  # it reads its local copy, and that has its own manifest
     parts = {"train": data.train, "val": data.val}
@@ -126,7 +121,6 @@ def contents(config: HostConfig, data: TrainingData) -> Contents:
 
 
 def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say: Say) -> None:
-    """Says and records which classes a config has chosen."""
     chosen = chosen_record(config, data.train, data.val)
     if chosen is not None:
         say(f"classes: {', '.join(chosen['classes'])}")
@@ -134,7 +128,6 @@ def record_choice(config: HostConfig, data: TrainingData, folder: RunFolder, say
 
 
 def open_training_loader(config: HostConfig, data: TrainingData) -> ImageLoader:
-    """The loader of one process, without a model to feed."""
     return open_loader(config, training_plan(config, data.train, data.decoding), workers=config.num_workers)
 
 
@@ -148,13 +141,23 @@ def open_samples(
 ) -> SampleSet:
     """The samples of a split that the config selects; for validation, pass the classes of training."""
     index, among = open_split(config, split, progress=progress, say=say)
+    return selected(config, split, index, classes, among)
+
+
+def selected(
+    config: Config,
+    split: str,
+    index: SampleIndex,
+    classes: tuple[str, ...] | None,
+    among: NDArray[np.int64] | None = None,
+) -> SampleSet:
+    """The samples of an index that the config's subset keys select."""
     per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
     if config.subset_classes is None and per_class is None and classes is None and among is None:
         return all_samples(index)
-    subset = choose_subset(
+    return choose_subset(
         index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes, among=among
     )
-    return SampleSet(index, subset.classes, subset.indices, subset.labels)
 
 
 def open_split(
@@ -239,9 +242,7 @@ def chosen_record(config: Config, train: SampleSet, val: SampleSet | None) -> di
     keys = (config.subset_classes, config.subset_train_per_class, config.subset_val_per_class)
     if all(key is None for key in keys):
         return None
-    return subset_record(
-        _as_subset(train, config.subset_seed), None if val is None else _as_subset(val, config.subset_seed)
-    )
+    return subset_record(train, val, config.subset_seed)
 
 
 def listing_of_samples(samples: SampleSet) -> Listing:
@@ -262,10 +263,8 @@ def contents_of_samples(config: Config, samples: SampleSet) -> dict[str, Any] | 
     members = samples.indices(np.array(looked_at(len(samples)), np.int64))
 
     def read(index: int) -> str:
-        place = samples.index.location(index)
-        whole = samples.index.shard_of is None
         try:
-            return xxhash.xxh3_64_hexdigest(store.read(place.path, place.offset, place.size, whole=whole))
+            return xxhash.xxh3_64_hexdigest(read_sample(store, samples.index, index))
         except ReadFailure:
             return ""
 
@@ -275,11 +274,6 @@ def contents_of_samples(config: Config, samples: SampleSet) -> dict[str, Any] | 
     except StoreDown:
         return None  # a cache may have all that training needs
     return {"packed": samples.index.shard_of is not None, "hashes": hashes}
-
-
-def _as_subset(samples: SampleSet, seed: int) -> Subset:
-    members = np.arange(len(samples), dtype=np.int64)
-    return Subset(samples.indices(members), samples.labels(members).astype(np.int32), samples.classes, seed)
 
 
 def choose_decoding(config: Config, index: SampleIndex) -> tuple[Decoding, CalibrationResult | None]:
@@ -411,15 +405,19 @@ def measure_storage_of(
     return measure_storage(store, samples, facts, seconds, missing)
 
 
+def read_sample(store: Store, index: SampleIndex, sample: int) -> Buffer:
+    """A sample's bytes; raises ReadFailure."""
+    place = index.location(sample)
+    return store.read(place.path, place.offset, place.size, whole=index.shard_of is None)
+
+
 def files_for_measuring(config: Config, index: SampleIndex) -> list[bytes]:
     """The contents of files spread over the index, to measure on the user's own data."""
     store = open_sample_store(index, max_object_bytes=config.max_image_bytes)
     files = []
     for sample in np.linspace(0, len(index) - 1, min(CALIBRATION_FILES, len(index))).astype(int):
-        location = index.location(int(sample))
         try:
-            whole = index.shard_of is None
-            files.append(bytes(store.read(location.path, location.offset, location.size, whole=whole)))
+            files.append(bytes(read_sample(store, index, int(sample))))
         except ReadFailure:
             continue  # reported when training reads it
     return files

@@ -22,14 +22,12 @@ from stoker.core.errors import ConfigError, UsageError, UserError, did_you_mean
 from stoker.core.files import read_json
 from stoker.core.units import count
 from stoker.io.stores import is_url
-from stoker.tasks.images.data import Split, choose_decoding, open_loader, open_split, validation_plan
-from stoker.tasks.images.image_loader import ImageLoader
-from stoker.tasks.images.image_prediction import classifier_of
-from stoker.tasks.images.layouts.imagenet import CLASSES, are_class_numbers, is_imagenet
-from stoker.tasks.images.layouts.imagenet_labels import IMAGE_NUMBER
-from stoker.tasks.images.layouts.listing import split_place
+from stoker.loader.batch import BadSample
+from stoker.tasks.images.data import Split, open_split
+from stoker.tasks.images.image_prediction import classified
+from stoker.tasks.images.layouts.imagenet import CLASSES, IMAGE_NUMBER, are_class_numbers, is_imagenet
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
-from stoker.tasks.images.layouts.splits import find_split
+from stoker.tasks.images.layouts.splits import find_split, split_place
 from stoker.tasks.images.layouts.subset import choose_subset
 from stoker.tasks.images.models import TrainedImageModel, open_model
 from stoker.train.step import TOP
@@ -74,8 +72,8 @@ def evaluate(
     return Answer(evaluation_text(found, all_classes=per_class), found.as_dict(), complete)
 
 
-def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
-    """The ReaL classes of each validation image, in order; an empty list for an image without any."""
+def read_real_labels(path: Path, classes: Sequence[str], samples: SampleSet) -> dict[int, list[int]]:
+    """The ReaL classes of each validation image, by its index; an empty list for an image without any."""
     if not is_imagenet(classes):
         raise UserError(
             "real-labels-need-imagenet",
@@ -93,14 +91,9 @@ def read_real_labels(path: Path, classes: Sequence[str]) -> list[list[int]]:
     for number, entry in enumerate(labels, 1):
         if not isinstance(entry, list) or not all(type(label) is int and 0 <= label < CLASSES for label in entry):
             raise _not_real(path, f"entry {number} is {str(entry)[:60]}")
-    return labels
-
-
-def image_numbers(index: SampleIndex, samples: NDArray[np.int64], labels: Sequence[Any], path: Path) -> list[int]:
-    """The position of each sample's ReaL labels in the list, by the number in its name."""
-    numbers = []
-    for sample in samples.tolist():
-        name = index.name(sample)
+    found = {}
+    for sample in samples.indices(np.arange(len(samples))).tolist():
+        name = samples.index.name(sample)
         match = IMAGE_NUMBER.search(name)
         number = int(match[1]) if match else 0
         if not 1 <= number <= len(labels):
@@ -111,8 +104,8 @@ def image_numbers(index: SampleIndex, samples: NDArray[np.int64], labels: Sequen
                 why="ReaL labels belong to ImageNet's validation images, by the numbers in their names",
                 hint="file names like ILSVRC2012_val_00000293.JPEG",
             )
-        numbers.append(number - 1)
-    return numbers
+        found[sample] = labels[number - 1]
+    return found
 
 
 def _not_real(path: Path, what: str) -> UserError:
@@ -133,9 +126,10 @@ def open_labelled(restored: TrainedImageModel, split: Split, say: Say, progress:
     numbers = _class_numbers(index, classes, config, say)
     per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
     chosen = choose_subset(index, classes=None, per_class=per_class, seed=config.subset_seed, among=among)
-    labels = numbers[chosen.labels]
+    members = np.arange(len(chosen))
+    labels = numbers[chosen.labels(members)]
     known = labels >= 0
-    return SampleSet(index, classes, chosen.indices[known], labels[known])
+    return SampleSet(index, classes, chosen.indices(members)[known], labels[known])
 
 
 def evaluate_checkpoint(
@@ -148,22 +142,31 @@ def evaluate_checkpoint(
     """Classifies every image; unreadable ones are left out and listed."""
     config = restored.config
     # Before the long work: a typo in the file's name must not cost an hour.
-    real = None if real_labels is None else read_real_labels(real_labels, restored.classes)
-    everyone = samples.indices(np.arange(len(samples)))
-    if real is not None and real_labels is not None:
-        image_numbers(samples.index, everyone, real, real_labels)
-    decoding, _ = choose_decoding(config, samples.index)
-    loader = open_loader(config, validation_plan(config, samples, decoding), workers=config.num_workers)
-    try:
-        labels, best, losses, classified = _classify_all(restored, loader, len(samples), progress)
-    finally:
-        loader.close()
+    real = None if real_labels is None else read_real_labels(real_labels, restored.classes, samples)
+    top = min(TOP, len(restored.classes))
+    # Without samples there is no batch, but there is still a result.
+    none = np.zeros(0, np.int64)
+    all_labels, all_best, all_losses, all_indices = [none], [none.reshape(0, top)], [np.zeros(0)], [none]
+    done, bad = 0, dict[int, BadSample]()
+    for batch, whole, logits in classified(restored, samples):
+        losses = cross_entropy(logits, torch.from_numpy(batch.labels).to(logits.device), reduction="none")
+        # Waits for the device; the workers continue meanwhile.
+        all_best.append(logits.topk(top, dim=1).indices.cpu().numpy()[whole])
+        all_losses.append(losses.double().cpu().numpy()[whole])
+        all_labels.append(batch.labels[whole])
+        all_indices.append(batch.indices[whole])
+        done += len(batch)
+        for one in batch.bad:
+            bad.setdefault(one.index, one)
+        if progress is not None:
+            progress(done, len(samples))
+    best, loss = np.concatenate(all_best), np.concatenate(all_losses)
     score = None
-    if real is not None and real_labels is not None:
-        entries = [real[number] for number in image_numbers(samples.index, classified, real, real_labels)]
+    if real is not None:
+        entries = [real[index] for index in np.concatenate(all_indices).tolist()]
         judged = [guess in known for guess, known in zip(best[:, 0].tolist(), entries, strict=True) if known]
         score = RealScore(percent(np.array(judged, bool)), len(judged), len(entries) - len(judged))
-    loss = float(losses.mean()) if len(losses) else math.nan
+    mean = float(loss.mean()) if len(loss) else math.nan
     return Evaluation(
         checkpoint=str(restored.path),
         model=config.model,
@@ -172,38 +175,12 @@ def evaluate_checkpoint(
         step=restored.step,
         place=samples.index.root,
         classes=tuple(map(shown, restored.classes)),
-        labels=labels,
+        labels=np.concatenate(all_labels),
         best=best,
-        loss=loss if math.isfinite(loss) else None,
-        unreadable=tuple((shown(bad.name), bad.reason) for bad in loader.quarantine.bad),
+        loss=mean if math.isfinite(mean) else None,
+        unreadable=tuple((shown(bad.name), bad.reason) for bad in bad.values()),
         real=score,
     )
-
-
-def _classify_all(
-    restored: TrainedImageModel, loader: ImageLoader, total: int, progress: Advance | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Labels, best classes, losses and sample indices of all readable images."""
-    classifier = classifier_of(restored)
-    top = min(TOP, len(restored.classes))
-    # Without samples there is no batch, but there is still a result.
-    none = np.zeros(0, np.int64)
-    labels, best, losses, classified = [none], [none.reshape(0, top)], [np.zeros(0)], [none]
-    done = 0
-    for batch in loader.epoch(0):
-        # A bad image is replaced by another one, which must not count twice.
-        whole = ~np.isin(batch.indices, [bad.index for bad in batch.bad])
-        logits = classifier.logits(batch.images)
-        loss = cross_entropy(logits, torch.from_numpy(batch.labels).to(classifier.device), reduction="none")
-        # Waits for the device; the workers continue meanwhile.
-        best.append(logits.topk(top, dim=1).indices.cpu().numpy()[whole])
-        losses.append(loss.double().cpu().numpy()[whole])
-        labels.append(batch.labels[whole])
-        classified.append(batch.indices[whole])
-        done += len(batch)
-        if progress is not None:
-            progress(done, total)
-    return np.concatenate(labels), np.concatenate(best), np.concatenate(losses), np.concatenate(classified)
 
 
 def _folder_of(config: Config, split: Split) -> str:
@@ -238,8 +215,6 @@ def _class_numbers(index: SampleIndex, classes: tuple[str, ...], config: Config,
 
 
 class ClassScore(NamedTuple):
-    """The accuracy of one class."""
-
     name: str
     images: int
     acc1: float
@@ -335,7 +310,6 @@ class Evaluation:
         return np.bincount(self.labels * size + self.best[:, 0], minlength=size * size).reshape(size, size)
 
     def as_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
         return {
             "checkpoint": self.checkpoint,
             "model": self.model,

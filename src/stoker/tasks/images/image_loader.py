@@ -48,7 +48,6 @@ class ImagePlan:
 
     @property
     def batch_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the images of a whole batch."""
         return self.steps.batch_size, self.view.size, self.view.size, 3
 
     def members(self, epoch: int, step: int, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -140,8 +139,6 @@ class ImageMaker:
 
 
 class ImageLoader(BatchLoader[ImageBatch]):
-    """The loader of a split of images."""
-
     def __init__(
         self,
         plan: ImagePlan,

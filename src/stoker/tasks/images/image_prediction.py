@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from stoker import __version__
 from stoker.config import Config
 from stoker.core.console import Advance, Answer, progress_bar, say, shown
 from stoker.core.errors import UserError
-from stoker.tasks.export_formats import CPU, Exportable
+from stoker.tasks.export_formats import CPU, Exportable, exportable
 from stoker.tasks.images.augment.pipeline import EvalPrepare
 from stoker.tasks.images.classify import colours_of, eval_prepare
 from stoker.tasks.images.data import (
@@ -30,6 +29,7 @@ from stoker.tasks.images.data import (
     validation_view,
 )
 from stoker.tasks.images.decode.headers import BadImage
+from stoker.tasks.images.image_loader import ImageBatch
 from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.images.models import TrainedImageModel, open_model
@@ -121,20 +121,28 @@ def predicted_classes(
     """Counts (class, output) over these members of a split in their order, as many as time allows."""
     indices, labels = samples.indices(members), samples.labels(members).astype(np.int32)
     chosen = SampleSet(samples.index, samples.classes, indices, labels)
-    config, classifier = trained.config.model_copy(update={"val_batch_size": LARGEST_BATCH}), classifier_of(trained)
     counts = np.zeros((len(samples.classes), len(trained.classes)), np.int64)
+    small = replace(trained, config=trained.config.model_copy(update={"val_batch_size": LARGEST_BATCH}))
+    for batch, whole, logits in classified(small, chosen):
+        guesses = logits.argmax(1).cpu().numpy()
+        np.add.at(counts, (batch.labels[whole], guesses[whole]), 1)
+        if time.monotonic() > until_s:
+            break
+    return counts
+
+
+def classified(
+    trained: TrainedImageModel, samples: SampleSet
+) -> Iterator[tuple[ImageBatch, NDArray[np.bool_], Tensor]]:
+    """The samples once, in order: each batch, which of its images are not in place of a bad one, and their scores."""
+    config, classifier = trained.config, classifier_of(trained)
     decoding, _ = choose_decoding(config, samples.index)
-    loader = open_loader(config, validation_plan(config, chosen, decoding), workers=config.num_workers)
+    loader = open_loader(config, validation_plan(config, samples, decoding), workers=config.num_workers)
     try:
         for batch in loader.epoch(0):
-            whole = ~np.isin(batch.indices, [bad.index for bad in batch.bad])
-            guesses = classifier.logits(batch.images).argmax(1).cpu().numpy()
-            np.add.at(counts, (batch.labels[whole], guesses[whole]), 1)
-            if time.monotonic() > until_s:
-                break
+            yield batch, ~np.isin(batch.indices, [bad.index for bad in batch.bad]), classifier.logits(batch.images)
     finally:
         loader.close()
-    return counts
 
 
 def load_image(path: Path, config: Config) -> NDArray[np.uint8]:
@@ -187,43 +195,21 @@ def _try_image(path: Path, config: Config) -> NDArray[np.uint8] | str:
 def export(checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw: bool) -> Exportable:
     """A network that takes normalised images (batch, 3, size, size)."""
     restored = open_model(checkpoint, settings, raw=raw, say=say)
-    inputs, metadata = _inputs(restored, image), _metadata(restored)
-    return Exportable(restored.config.model, restored.model, "images", inputs, metadata, restored.path)
-
-
-def _metadata(restored: TrainedImageModel) -> dict[str, object]:
-    """What a program needs to know to use the model."""
-    config = restored.config
+    config, size = restored.config, restored.size
     mean, std = colours_of(restored.model)
-    return {
-        "model": config.model,
+    about = {
         "classes": list(restored.classes),
         "mean": list(mean),
         "std": list(std),
-        "img_size": restored.size,
+        "img_size": size,
         "crop_ratio": config.crop_ratio,
         "interpolation": validation_interpolation(config),
         "probabilities": "sigmoid" if config.loss == "bce" else "softmax",
-        "weights": "averaged" if restored.averaged else "raw",
-        "epoch": restored.epoch,
-        "step": restored.step,
-        "stoker": __version__,
     }
+    return exportable(restored, "images", (3, size, size), (3, 1), about, _real_image(restored, image))
 
 
-def _inputs(restored: TrainedImageModel, image: Path | None) -> dict[str, Tensor]:
-    """What is compared: random images, several and one, and a real image if there is one."""
-    size = restored.size
-    generator = torch.Generator().manual_seed(0)
-    inputs = {f"random batch of {count}": torch.randn(count, 3, size, size, generator=generator) for count in (3, 1)}
-    real = _real_image(restored, image)
-    if real is not None:
-        path, pixels = real
-        inputs[path.name] = classifier_of(restored, CPU).prepare(pixels)
-    return inputs
-
-
-def _real_image(restored: TrainedImageModel, image: Path | None) -> tuple[Path, Tensor] | None:
+def _real_image(restored: TrainedImageModel, image: Path | None) -> tuple[str, Tensor] | None:
     """The given image, or the first readable one of the data that the model was trained on."""
     root = restored.config.data_root
     candidates: Iterator[Path] = iter(())
@@ -233,7 +219,8 @@ def _real_image(restored: TrainedImageModel, image: Path | None) -> tuple[Path, 
         candidates = images_below(Path(root).expanduser())
     for path in candidates:
         try:
-            return path, torch.from_numpy(load_image(path, restored.config))[None]
+            pixels = torch.from_numpy(load_image(path, restored.config))[None]
+            return path.name, classifier_of(restored, CPU).prepare(pixels)
         except BadImage as error:
             if image is not None:
                 raise UserError("image-unreadable", f"{path}: {error.reason}", hint="--image FILE.jpg") from None

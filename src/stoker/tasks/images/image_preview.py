@@ -72,8 +72,6 @@ LEAST_WEIGHT = 0.005
 
 @dataclass(frozen=True)
 class SourceImage:
-    """An image that an input is made of."""
-
     name: str
     """Path of its file, below the split's folder."""
     share: float
@@ -110,8 +108,6 @@ class StepSeen:
 
 @dataclass(frozen=True)
 class ImagesSeen:
-    """What is on the sheet."""
-
     config: Config
     data: TrainingData
     epoch: int

@@ -7,7 +7,6 @@ the copy is the same subset: classes and images are taken by the smallest hashes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -18,30 +17,30 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, FileVersion
 from stoker.io.filling import WantedFile
+from stoker.io.local_copy import keep_subset
 from stoker.io.prefetch import FIRST_ESTIMATE_BYTES
 from stoker.io.stores import ReadFailure, SourceStore, is_url, open_store
-from stoker.io.subset_file import keep_subset
 from stoker.loader.fill_order import Indices, pieces
 from stoker.loader.loader import DEFAULT_PREFETCH
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import Selection
-from stoker.tasks.images.data import chosen_record, open_split
+from stoker.tasks.images.classify import checked_training_plan, validation_of
+from stoker.tasks.images.data import TrainingData, chosen_record, open_split, selected
 from stoker.tasks.images.image_loader import ImagePlan
-from stoker.tasks.images.layouts.imagenet_labels import DEVKITS
-from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.imagenet import DEVKITS
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
-from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples
-from stoker.tasks.images.layouts.splits import find_split, list_entries
-from stoker.tasks.images.layouts.subset import choose_subset
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
+from stoker.tasks.images.layouts.splits import find_split, list_entries, split_place
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
 from stoker.train.ranks import Ranks
 
 
-def stage_images(config: HostConfig, train: ImagePlan, val: ImagePlan | None, ranks: Ranks, say: Say) -> Staging | None:
+def stage_images(config: HostConfig, data: TrainingData, ranks: Ranks, say: Say) -> Staging | None:
     """Opens the copy of `stage_to` for class folders or shards; None without that key. Raises UserError for a layout
     that can only be staged before training."""
     if config.stage_to is None:
         return None
+    train, val = checked_training_plan(config, data, ranks), validation_of(config, data, ranks)
     indexes = [plan.samples.index for plan in (train, val) if plan is not None]
     root = split_place(config.data_root or "", "")
     if any(index.facts.get("layout") == PARQUET for index in indexes):
@@ -139,26 +138,50 @@ def _fetched_ahead(config: HostConfig, plan: ImagePlan, ranks: Ranks) -> int:
 def needed_files(
     config: Config, class_list: tuple[str, ...] | None, progress: Advance | None, say: Say | None
 ) -> tuple[str, Selection]:
-    """The root that a config reads from, and the parts of it that it needs."""
     root = config.data_root
     assert root is not None
     has_lists = config.train_csv or config.samples_csv or config.val_csv
     is_split = bool(has_lists) or config.val_fraction is not None or find_split(root, "train") is not None
     train = _open(config, "train" if is_split else "", class_list, None, progress, say)
-    parts = [train]
+    val = None
     if is_split and (has_lists or config.val_fraction or find_split(root, "val") is not None):
-        parts.append(_open(config, "val", None, train.classes, progress, say))
+        val = _open(config, "val", None, train.classes, progress, say)
     base = split_place(root, "")
-    chosen = _Chosen(base)
-    for samples in parts:
-        chosen.add(samples)
-    if not is_url(base) and "layout" not in train.index.facts and not train.index.shards:
-        chosen.keep_folders(train)
-    record = chosen_record(config, train, parts[1] if len(parts) > 1 else None)
+    paths, folders, support = set[str](), set[str](), {"", *DEVKITS}
+    for samples in (train, val):
+        if samples is None:
+            continue
+        index, below = samples.index, _below(samples.index, base)
+        folder = below.rstrip("/")
+        # Every folder from the root to the split: lists and labels may be in any of them.
+        support |= {folder, *("/".join(folder.split("/")[:depth]) for depth in range(folder.count("/") + 1))}
+        if index.shards:
+            paths |= {below + shard for shard in index.shards}
+            folders.add(folder)
+            continue
+        members = np.arange(len(samples), dtype=np.int64)
+        # A list is tried out on a few of its rows, wherever they are, so all of them have to be there.
+        indices = np.arange(len(index)) if index.facts.get("layout") == "list" else samples.indices(members)
+        for sample in indices.tolist():
+            path = below + index.name(sample)
+            paths.add(path)
+            folders.add(path.rpartition("/")[0])
+    has_class_folders = not is_url(base) and "layout" not in train.index.facts and not train.index.shards
+    empty = tuple(_below(train.index, base) + name for name in train.classes) if has_class_folders else ()
+    record = chosen_record(config, train, val)
     if record is None and class_list is not None:
-        wider = config.model_copy(update={"subset_classes": len(class_list)})
-        record = chosen_record(wider, train, parts[1] if len(parts) > 1 else None)
-    return root, chosen.selection(record)
+        record = chosen_record(config.model_copy(update={"subset_classes": len(class_list)}), train, val)
+    return root, Selection(
+        tuple(sorted(folders)), frozenset(paths), frozenset(support), empty_folders=empty, record=record
+    )
+
+
+def _below(index: SampleIndex, base: str) -> str:
+    place = index.root.rstrip("/")
+    if place == base:
+        return ""
+    assert place.startswith(f"{base}/"), (place, base)
+    return place[len(base) + 1 :] + "/"
 
 
 def _open(
@@ -169,19 +192,11 @@ def _open(
     progress: Advance | None,
     say: Say | None,
 ) -> SampleSet:
-    index, among = open_split(config, split, progress=progress, say=say)
-    per_class = config.subset_val_per_class if split == "val" else config.subset_train_per_class
+    index, _ = open_split(config, split, progress=progress, say=say)
     if config.val_fraction is not None and split:
         # The copy is divided again when it is trained on, so each class has to be whole.
-        among, per_class = None, None
-    if class_list is not None:
-        classes = _known(index, class_list)
-    if config.subset_classes is None and per_class is None and classes is None:
-        return all_samples(index)
-    subset = choose_subset(
-        index, classes=config.subset_classes, per_class=per_class, seed=config.subset_seed, names=classes, among=among
-    )
-    return SampleSet(index, subset.classes, subset.indices, subset.labels)
+        config = config.model_copy(update={"subset_train_per_class": None, "subset_val_per_class": None})
+    return selected(config, split, index, classes if class_list is None else _known(index, class_list))
 
 
 def _known(index: SampleIndex, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -194,51 +209,3 @@ def _known(index: SampleIndex, names: tuple[str, ...]) -> tuple[str, ...]:
         )
     wanted = set(names)
     return tuple(name for name in index.classes if name in wanted)
-
-
-class _Chosen:
-    """Collects the files of the splits."""
-
-    def __init__(self, base: str) -> None:
-        self._base = base
-        self._paths: set[str] = set()
-        self._folders: set[str] = set()
-        self._support = {""} | {folder for folder in DEVKITS if folder}
-        self._empty: list[str] = []
-
-    def add(self, samples: SampleSet) -> None:
-        index, below = samples.index, self._below(samples.index)
-        folder = below.rstrip("/")
-        # Every folder from the root to the split: lists and labels may be in any of them.
-        self._support |= {folder, *("/".join(folder.split("/")[:depth]) for depth in range(folder.count("/") + 1))}
-        if index.shards:
-            self._paths |= {below + shard for shard in index.shards}
-            self._folders.add(folder)
-            return
-        members = np.arange(len(samples), dtype=np.int64)
-        # A list is tried out on a few of its rows, wherever they are, so all of them have to be there.
-        indices = np.arange(len(index)) if index.facts.get("layout") == "list" else samples.indices(members)
-        for sample in indices.tolist():
-            path = below + index.name(sample)
-            self._paths.add(path)
-            self._folders.add(path.rpartition("/")[0])
-
-    def keep_folders(self, samples: SampleSet) -> None:
-        below = self._below(samples.index)
-        self._empty += [below + name for name in samples.classes]
-
-    def selection(self, record: dict[str, Any] | None) -> Selection:
-        return Selection(
-            tuple(sorted(self._folders)),
-            frozenset(self._paths),
-            frozenset(self._support),
-            empty_folders=tuple(self._empty),
-            record=record,
-        )
-
-    def _below(self, index: SampleIndex) -> str:
-        place = index.root.rstrip("/")
-        if place == self._base:
-            return ""
-        assert place.startswith(f"{self._base}/"), (place, self._base)
-        return place[len(self._base) + 1 :] + "/"

@@ -49,10 +49,6 @@ _PACKAGES = ("torch", "numpy", "opencv-python-headless", "simplejpeg", "nvidia-n
 Engine = Literal["process", "thread"]
 
 
-class LoaderMemoryUnknown(Exception):
-    """The trial failed; use the stated figures."""
-
-
 @dataclass(frozen=True)
 class MemoryTrial:
     """Memory of one process in which loaders ran one after the other."""
@@ -88,11 +84,13 @@ def measure_loader_memory(
                 start_trial("process", [few, more], images=images, decoder=decoder) as processes,
             ):
                 return asdict(parts_of(trial_of(threads), trial_of(processes)))
-        except LoaderMemoryUnknown:
+        except (ChildFailed, StokerError, OSError):
             return None
 
-    key = _key(images, decoder)
-    found = remember_figures(CACHE_FILE, key, measure_now, _usable) if remember else measure_now()
+    def usable(value: Any) -> bool:
+        return isinstance(value, dict) and set(value) == {part.name for part in fields(LoaderMemory)}
+
+    found = remember_figures(CACHE_FILE, _key(images, decoder), measure_now, usable) if remember else measure_now()
     return STATED if found is None else LoaderMemory(**found)
 
 
@@ -109,18 +107,12 @@ def start_trial(
         "engine": engine, "cells": list(cells), "size": size, "images": None if images is None else str(images),
         "decoder": decoder,
     }  # fmt: skip
-    try:
-        return Child(run_loaders, job, timeout_s=TRIAL_TIMEOUT_S)
-    except (ChildFailed, OSError) as error:
-        raise LoaderMemoryUnknown(f"the loader's memory could not be measured: {error}") from error
+    return Child(run_loaders, job, timeout_s=TRIAL_TIMEOUT_S)
 
 
 def trial_of(child: Child) -> MemoryTrial:
-    """What a started trial measured; raises LoaderMemoryUnknown."""
-    try:
-        found = child.wait()
-    except (ChildFailed, StokerError) as error:
-        raise LoaderMemoryUnknown(f"the loader's memory could not be measured: {error}") from error
+    """What a started trial measured."""
+    found = child.wait()
     return MemoryTrial(
         before=TreeMemory(**found["before"]),
         peaks=tuple(TreeMemory(**run["peak"]) for run in found["runs"]),
@@ -223,8 +215,3 @@ def _key(images: Path | None, decoder: str) -> str:
             versions.append(f"{package} {metadata.version(package)}")
     what = [f"format {FORMAT}", platform.platform(), platform.python_version(), *versions, decoder]
     return ", ".join([*what, "generated" if images is None else str(images)])
-
-
-def _usable(value: Any) -> bool:
-    """Whether these are figures as this version stores them."""
-    return isinstance(value, dict) and set(value) == {part.name for part in fields(LoaderMemory)}

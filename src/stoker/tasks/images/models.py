@@ -67,7 +67,10 @@ def build_model(
     if drop_path > 0 and not any("DropPath" in type(part).__name__ for part in model.modules()):
         raise _not_supported(name, "drop_path", drop_path)  # accepted and ignored by timm: res2net, hrnet, convmixer
     if gradient_checkpointing:
-        _checkpoint_gradients(model, name)
+        try:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
+        except (AttributeError, AssertionError, NotImplementedError, TypeError):
+            raise _not_supported(name, "gradient_checkpointing", True) from None
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     _check_sizes(model, name, [size for size in (img_size, *other_sizes) if size is not None])
@@ -126,13 +129,6 @@ def _create(name: str, arguments: dict[str, Any], seed: int | None) -> nn.Module
                 raise _not_supported(name, _KEY_OF_ARGUMENT[argument], wanted[argument]) from None
             # Sizes are tried out by _check_sizes.
             del wanted[argument]
-
-
-def _checkpoint_gradients(model: nn.Module, name: str) -> None:
-    try:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
-    except (AttributeError, AssertionError, NotImplementedError, TypeError):
-        raise _not_supported(name, "gradient_checkpointing", True) from None
 
 
 def _check_sizes(model: nn.Module, name: str, sizes: list[int]) -> None:
@@ -255,10 +251,7 @@ def open_model(
     file = open_weights(path)
     config = _config_for(file, overrides)
     check_task(config, "used here")
-    model = build_model(
-        config.model, _outputs(file, config), img_size=config.img_size, other_sizes=(config.val_img_size,),
-        channels_last=config.channels_last,
-    )  # fmt: skip
+    model = _built(config, _outputs(file, config))
     report = load_weights(model, file, "raw" if raw else None)
     say(report.describe())
     if report.skipped:
@@ -290,10 +283,7 @@ def open_for_classes(path: Path, config: HostConfig, classes: tuple[str, ...], s
             raise
         not_ours = error
     for names in (classes, synsets()) if set(classes) < set(synsets()) else (classes,):
-        model = build_model(
-            config.model, len(names), img_size=config.img_size, other_sizes=(config.val_img_size,),
-            channels_last=config.channels_last,
-        )  # fmt: skip
+        model = _built(config, len(names))
         report = load_weights(model, path)
         # A classifier of another size is skipped: then these are not the names of its outputs.
         if not report.skipped:
@@ -305,6 +295,13 @@ def open_for_classes(path: Path, config: HostConfig, classes: tuple[str, ...], s
         why="without the names of its outputs it cannot tell which class an image is of",
         hint="--weights with a checkpoint of ours, which has the names",
     ) from not_ours
+
+
+def _built(config: Config, outputs: int) -> nn.Module:
+    return build_model(
+        config.model, outputs, img_size=config.img_size, other_sizes=(config.val_img_size,),
+        channels_last=config.channels_last,
+    )  # fmt: skip
 
 
 def _config_for(file: WeightsFile, overrides: Sequence[str]) -> Config:

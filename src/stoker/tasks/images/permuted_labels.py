@@ -175,17 +175,13 @@ class Figures:
 
 @dataclass(frozen=True)
 class LabelAlarm:
-    """Why the validation labels are in doubt."""
-
     seen: str
     permutation: str | None
 
     def details(self) -> dict[str, Any]:
-        """For the event in metrics.jsonl."""
         return {"seen": self.seen, "permutation": self.permutation, "hint": HINT}
 
     def text(self) -> str:
-        """The alarm in words."""
         permuted = f"the folders of val/ seem to be permuted: {self.permutation}"
         likely = permuted if self.permutation else "no order of the folders of val/ explains it"
         return f"warning: labels? {self.seen}; {likely}\nhint: {HINT}"

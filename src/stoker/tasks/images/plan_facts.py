@@ -16,13 +16,12 @@ from stoker.profile.host import HostConfig
 from stoker.tasks.building import updates_per_epoch
 from stoker.tasks.checks import EpochLength, StepInput
 from stoker.tasks.images.classify import traceable_step
-from stoker.tasks.images.data import IMAGENET_CLASSES, TrainingData, open_data, open_samples, validation_samples
-from stoker.tasks.images.layouts.imagenet import TRAIN_IMAGES, VAL_IMAGES
+from stoker.tasks.images.data import TrainingData, open_data, open_samples, validation_samples
+from stoker.tasks.images.layouts.imagenet import CLASSES, TRAIN_IMAGES, VAL_IMAGES
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.plan_facts import DataFacts, LoaderFigures
 from stoker.train.step import TraceableStep
 
-IMAGENET_SAMPLES = 1_281_167
 # MLPerf Storage's figure for an ImageNet file.
 IMAGENET_SAMPLE_BYTES = 114_660.0
 MOST_FILES_SIZED = 200
@@ -40,8 +39,6 @@ RESIZING_SHARE = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts(DataFacts):
-    """Facts about images."""
-
     num_classes: int
 
 
@@ -57,8 +54,8 @@ def image_facts(config: Config, samples: int | None = None, progress: Advance | 
     except StokerError as error:
         reason = error.seen
     if found is None:
-        classes = config.num_classes or config.subset_classes or IMAGENET_CLASSES
-        count, stored = samples or _images_of_imagenet(config, classes), None
+        classes = config.num_classes or config.subset_classes or CLASSES
+        count, stored = samples or _of_imagenet(TRAIN_IMAGES, config, classes, config.subset_train_per_class), None
         assumed = f"data: {count:,} images of 114,660 bytes in {classes} classes, as in ImageNet ({reason})"
     else:
         classes = config.num_classes or len(found.classes)
@@ -85,13 +82,10 @@ def loader_figures(size: int) -> LoaderFigures:
     )
 
 
-def _images_of_imagenet(config: Config, classes: int) -> int:
-    count = IMAGENET_SAMPLES
-    if config.subset_classes is not None:
-        count = IMAGENET_SAMPLES * config.subset_classes // IMAGENET_CLASSES
-    if config.subset_train_per_class is not None:
-        count = min(count, classes * config.subset_train_per_class)
-    return count
+def _of_imagenet(images: int, config: Config, classes: int, per_class: int | None) -> int:
+    """How many images of an ImageNet split a subset has."""
+    images = images * (config.subset_classes or CLASSES) // CLASSES
+    return min(images, classes * per_class) if per_class else images
 
 
 def _mean_bytes(samples: SampleSet) -> float | None:
@@ -118,7 +112,6 @@ MOST_ACTIVATIONS = 200
 
 
 def step_input(config: Config) -> StepInput:
-    """What the network of a config takes in a step."""
     return StepInput(
         size=f"{config.img_size} px",
         fix="another img_size= or model=; `python -c 'import timm; print(timm.list_models())'` lists them",
@@ -133,14 +126,9 @@ def epoch_length(config: HostConfig, data: TrainingData | None) -> EpochLength:
     if data is not None:
         train, val = len(data.train), None if data.val is None else len(data.val)
     else:
-        assumed, classes = "ImageNet's counts", config.subset_classes or IMAGENET_CLASSES
-        train, val = (
-            min(images * classes // IMAGENET_CLASSES, classes * per_class if per_class else images)
-            for images, per_class in (
-                (TRAIN_IMAGES, config.subset_train_per_class),
-                (VAL_IMAGES, config.subset_val_per_class),
-            )
-        )
+        assumed, classes = "ImageNet's counts", config.subset_classes or CLASSES
+        train = _of_imagenet(TRAIN_IMAGES, config, classes, config.subset_train_per_class)
+        val = _of_imagenet(VAL_IMAGES, config, classes, config.subset_val_per_class)
     val_steps = None
     if val is not None and config.limit_val_batches != 0:
         together = (config.val_batch_size or config.batch_size) * ranks
@@ -149,7 +137,6 @@ def epoch_length(config: HostConfig, data: TrainingData | None) -> EpochLength:
 
 
 def random_data(config: HostConfig, folder: Path) -> tuple[TrainingData, HostConfig]:
-    """Random images below a folder, opened, and the config for them."""
     from PIL import Image
 
     generator = np.random.default_rng(config.seed)
@@ -160,7 +147,7 @@ def random_data(config: HostConfig, folder: Path) -> tuple[TrainingData, HostCon
         Image.fromarray(pixels).save(path)
     keys = {
         "data_root": str(folder / "images"), "index_dir": str(folder / "index"),
-        "num_classes": config.num_classes or config.subset_classes or IMAGENET_CLASSES,
+        "num_classes": config.num_classes or config.subset_classes or CLASSES,
         "subset_classes": None, "subset_train_per_class": None, "subset_val_per_class": None, "decoder": "pillow",
     }  # fmt: skip
     config = config.model_copy(update=keys)

@@ -26,7 +26,7 @@ class Classify(Task):
     contents = at(f"{_HERE}.data:contents")
     record_choice = at(f"{_HERE}.data:record_choice")
     as_it_began = at(f"{_HERE}.classify:with_decoder_of")
-    open_staging = at(f"{_HERE}.classify:open_staging")
+    open_staging = at(f"{_HERE}.image_staging:stage_images")
     needed_files = at(f"{_HERE}.image_staging:needed_files")
 
     build_run = at(f"{_HERE}.classify:build_run")

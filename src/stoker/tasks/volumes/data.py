@@ -97,7 +97,7 @@ class VolumeData:
 
     def storage(self) -> StorageFacts:
         """What is known about the source without reading from it."""
-        places = [ref.location for case in self.train.cases for ref in (*case.images, case.label) if ref is not None]
+        places = [ref.location for case in self.train.cases for ref in case.refs]
         sizes = [_bytes_of(place) for place in places]
         patch = self.train.patches.patch
         known = StorageFacts(
@@ -134,7 +134,7 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     if parts.val and config.limit_val_batches != 0:
         _refuse_unlabelled(parts.val, "validate", "there is nothing to compare a prediction with")
         _check_labels(parts.val, volumes, rules, say, progress)
-        val = plan_validation(parts.val, surveyed, rules, replace(patch_rule(config), overlap=0.0), 1)
+        val = plan_validation(parts.val, surveyed, rules, patch_rule(config), 1)
     samples = updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * config.num_nodes * devices
     data = VolumeData(train, val, rules, reading, config.normalize, samples)
     for plan in (train, val):
@@ -173,8 +173,7 @@ def reading_options(
 
 def _caches(cases: Sequence[Case]) -> int:
     """How many kinds of cache these volumes need; .npy and .nii files are mapped, and need none."""
-    refs = [ref for case in cases for ref in (*case.images, case.label) if ref is not None]
-    suffixes = {suffix_of(ref.location) for ref in refs}
+    suffixes = {suffix_of(ref.location) for case in cases for ref in case.refs}
     return len({"pages" if suffix.startswith((".tif", ".nii")) else "chunks" for suffix in suffixes - {".npy", ".nii"}})
 
 

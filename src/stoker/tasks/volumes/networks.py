@@ -91,9 +91,7 @@ class VolumeModel(nn.Module):
             )
         # At the far end only: the voxels of every lower resolution are then where they would be without padding.
         outputs = self.network(functional.pad(inputs, [n for far in reversed(lacking) for n in (0, far)]))
-        if isinstance(outputs, Tensor):
-            return outputs[..., : size[0], : size[1], : size[2]]
-        return _cropped(outputs, size)
+        return _cropped([outputs], size)[0] if isinstance(outputs, Tensor) else _cropped(outputs, size)
 
 
 def _cropped(outputs: list[Tensor], size: Sequence[int]) -> list[Tensor]:

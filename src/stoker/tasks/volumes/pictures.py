@@ -1,7 +1,7 @@
 """Cuts through volumes as pictures: the image in grey, and above it labels, predictions or errors in colour.
 
 Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart. Voxels without a label are
-darkened and hatched, so that nobody takes them for background.
+darkened and hatched, so that they are not mistaken for background.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Cut:
     axis: int
     position: int
     image: Pixels
-    """Grey."""
     label: Plane
     prediction: Plane
     known: NDArray[np.bool_]
@@ -94,7 +93,6 @@ def as_grey(plane: Plane) -> Pixels:
 
 
 def plain(grey: Pixels) -> Pixels:
-    """The image alone."""
     return squared(np.repeat(grey[..., None], 3, axis=2))
 
 

@@ -79,7 +79,7 @@ class Segment3d(Task):
     plan_facts = at(f"{_HERE}.planning:volume_facts")
     traceable_step = at(f"{_HERE}.planning:step_for")
     updates_per_epoch = at(f"{_HERE}.data:updates_per_epoch")
-    plan_part = at(f"{_HERE}.plan_part:volume_part")
+    plan_part = at(f"{_HERE}.planning:volume_part")
 
     step_input = at(f"{_HERE}.volume_checks:step_input")
     checks = at(f"{_HERE}.volume_checks:checks")

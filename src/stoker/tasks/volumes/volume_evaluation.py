@@ -36,9 +36,8 @@ from stoker.tasks.volumes.pictures import worst_cuts
 from stoker.tasks.volumes.predict.postprocess import check_chain, parse_chain, post_processed
 from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
 from stoker.tasks.volumes.predict.windows import SlidingWindow
-from stoker.tasks.volumes.scores.surface_dice import Spacing
 from stoker.tasks.volumes.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
-from stoker.tasks.volumes.scores.whole import ScoreName, score_volume
+from stoker.tasks.volumes.scores.whole import ScoreName, Spacing, score_surface, score_volume
 from stoker.tasks.volumes.segment import open_trained
 from stoker.tasks.volumes.volume_results import Judged, ScoreOptions, VolumeEvaluation, evaluation_text, sheet_of
 
@@ -94,15 +93,16 @@ class _Judge:
     def add(
         self, name: str, image: Volume, prediction: NDArray[Any], label: NDArray[Any], classes: int, ignore: int | None
     ) -> None:
-        scoring, processes = self._scoring, 1
+        scoring = self._scoring
         prediction = post_processed(prediction, scoring.post)
-        if scoring.score == "vesuvius-surface":
-            processes = self._processes(label.shape)
         with progress_bar(f"{self.number} scoring {name}", None, unit="octants") as advance:
             scores = score_volume(
                 name, prediction, label, classes=classes, ignore=ignore, tolerance=scoring.tolerance,
-                spacing=scoring.spacing, score=scoring.score, processes=processes, progress=advance,
+                spacing=scoring.spacing,
             )  # fmt: skip
+            if scoring.score == "vesuvius-surface":
+                competition = score_surface(prediction, label, ignore, self._processes(label.shape), advance)
+                scores = replace(scores, competition=competition)
         worst = heapq.nsmallest(scoring.pictures, [*(one.scores.rank for one in self._judged), scores.rank])
         cuts = worst_cuts(image, label, prediction, ignore) if scores.rank in worst else ()
         self._judged.append(Judged(scores, cuts))

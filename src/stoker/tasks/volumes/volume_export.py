@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stoker import __version__
 from stoker.core.console import say
 from stoker.core.errors import UserError
 from stoker.io.stores import ReadFailure
-from stoker.tasks.export_formats import CPU, Exportable
+from stoker.tasks.export_formats import CPU, Exportable, exportable
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import Shape, Volume, box_at, read_padded
@@ -26,28 +25,17 @@ def export(checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw
     its padding and its lowest resolution see, so the size is fixed."""
     trained = open_trained(checkpoint, say, settings, raw=raw)
     segmenter = segmenter_of([trained], CPU)
-    generator = torch.Generator().manual_seed(0)
-    size = (segmenter.channels, *segmenter.patch)
-    inputs = {f"random batch of {count}": torch.randn(count, *size, generator=generator) for count in (2, 1)}
-    real = _real_patch(trained, segmenter, image)
-    if real is not None:
-        name, patch = real
-        inputs[name] = patch
     config = trained.config
-    metadata = {
-        "model": config.model,
+    about = {
         "classes": trained.classes,
         "channels": trained.channels,
         "patch_size": list(config.patch_size or ()),
         "axes": "batch, channels, z, y, x",
         "normalize": config.normalize,
         "probabilities": "softmax",
-        "weights": "averaged" if trained.averaged else "raw",
-        "epoch": trained.epoch,
-        "step": trained.step,
-        "stoker": __version__,
     }
-    return Exportable(config.model, trained.model, "patches", inputs, metadata, trained.path)
+    size, real = (segmenter.channels, *segmenter.patch), _real_patch(trained, segmenter, image)
+    return exportable(trained, "patches", size, (2, 1), about, real)
 
 
 def _real_patch(trained: TrainedVolumeModel, segmenter: Segmenter, image: Path | None) -> tuple[str, Tensor] | None:

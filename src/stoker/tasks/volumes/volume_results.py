@@ -11,17 +11,15 @@ from stoker.core.units import count
 from stoker.tasks.contact_sheet import Picture, Sheet, SheetRow, SheetSection
 from stoker.tasks.volumes.pictures import ERROR_LEGEND, Cut, plain, with_classes, with_errors
 from stoker.tasks.volumes.predict.postprocess import PostStep
-from stoker.tasks.volumes.scores.surface_dice import ISOTROPIC, Spacing
-from stoker.tasks.volumes.scores.whole import ClassScores, ScoreName, VolumeScores, mean_of
+from stoker.tasks.volumes.scores.whole import ISOTROPIC, ClassScores, ScoreName, Spacing, VolumeScores, mean_of
 
 MOST_LISTED = 20
 """Volumes in the text; `--json` and `--out` have all."""
-
-
-_WORDS = {
-    "dice": "Dice", "iou": "IoU", "surface_dice": "surface Dice", "score": "score of the competition",
-    "topo_score": "topology", "surface_dice_2": "surface Dice at 2", "voi_score": "VOI score",
+_COMPETITION = {
+    "score": "score of the competition", "topo_score": "topology", "surface_dice_2": "surface Dice at 2",
+    "voi_score": "VOI score",
 }  # fmt: skip
+_WORDS = {"dice": "Dice", "iou": "IoU", "surface_dice": "surface Dice", **_COMPETITION}
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,6 @@ class Judged:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How volumes are scored."""
-
     score: ScoreName
     tolerance: float
     spacing: Spacing
@@ -70,18 +66,12 @@ class VolumeEvaluation:
 
     def means(self) -> dict[str, float | None]:
         """The means over the volumes: Dice, IoU and surface Dice in percent, the competition's score from 0 to 1."""
-        means: dict[str, float | None] = {
-            "dice": _percent(mean_of([one.dice for one in self.volumes])),
-            "iou": _percent(mean_of([one.iou for one in self.volumes])),
-            "surface_dice": _percent(mean_of([one.surface_dice for one in self.volumes])),
-        }
+        means = [one.mean for one in self.volumes]
+        found = _in_percent(ClassScores(*(mean_of(one[number] for one in means) for number in range(3))))
         if self.scoring.score == "vesuvius-surface":
-            judged = [one.competition for one in self.volumes if one.competition is not None]
-            means["score"] = mean_of([one.score for one in judged])
-            means["topo_score"] = mean_of([one.topology.score for one in judged])
-            means["surface_dice_2"] = mean_of([one.surface_dice for one in judged])
-            means["voi_score"] = mean_of([one.variation.score for one in judged])
-        return means
+            judged = [one.competition.as_dict() for one in self.volumes if one.competition is not None]
+            found |= {name: mean_of(one[name] for one in judged) for name in _COMPETITION}
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """The document that `--json` prints."""
@@ -101,11 +91,7 @@ class VolumeEvaluation:
 
 
 def _record(one: VolumeScores) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "id": one.id,
-        **_in_percent(one),
-        "labelled": 100 * one.labelled,
-    }
+    document: dict[str, Any] = {"id": one.id, **_in_percent(one.mean), "labelled": 100 * one.labelled}
     if len(one.classes) > 1:
         document["classes"] = [{"class": number, **_in_percent(of)} for number, of in enumerate(one.classes, 1)]
     if one.competition is not None:
@@ -113,8 +99,8 @@ def _record(one: VolumeScores) -> dict[str, Any]:
     return document
 
 
-def _in_percent(one: VolumeScores | ClassScores) -> dict[str, float | None]:
-    return {"dice": _percent(one.dice), "iou": _percent(one.iou), "surface_dice": _percent(one.surface_dice)}
+def _in_percent(scores: ClassScores) -> dict[str, float | None]:
+    return {name: None if value is None else 100 * value for name, value in scores._asdict().items()}
 
 
 def evaluation_text(found: VolumeEvaluation, title: str) -> str:
@@ -141,24 +127,19 @@ def evaluation_text(found: VolumeEvaluation, title: str) -> str:
 def _table(
     volumes: Sequence[VolumeScores], score: ScoreName, means: dict[str, float | None]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    header: tuple[str, ...] = ("volume", "Dice %", "IoU %", "surface Dice %", "labelled %")
-    rows = [
-        (shown(one.id), _two(_percent(one.dice)), _two(_percent(one.iou)), _two(_percent(one.surface_dice)),
-         f"{100 * one.labelled:.0f}")
-        for one in volumes
-    ]  # fmt: skip
-    last: tuple[str, ...] = ("mean", _two(means["dice"]), _two(means["iou"]), _two(means["surface_dice"]), "")
+    names = [*(shown(one.id) for one in volumes), "mean"]
+    scores = [*(_in_percent(one.mean) for one in volumes), means]
     if score != "vesuvius-surface":
-        return header, [*rows, last]
-    header = ("volume", "score", "topology", "surface Dice", "VOI score", *header[1:3])
-    parts = [
-        (row[0], _three(one.competition.score), _three(one.competition.topology.score),
-         _three(one.competition.surface_dice), _three(one.competition.variation.score), *row[1:3])
-        for one, row in zip(volumes, rows, strict=True)
-        if one.competition is not None
-    ]  # fmt: skip
-    names = ("score", "topo_score", "surface_dice_2", "voi_score")
-    return header, [*parts, ("mean", *(_three(means[name]) for name in names), *last[1:3])]
+        labelled = [*(f"{100 * one.labelled:.0f}" for one in volumes), ""]
+        return ("volume", "Dice %", "IoU %", "surface Dice %", "labelled %"), [
+            (name, *(_digits(one[key], 2) for key in ClassScores._fields), share)
+            for name, one, share in zip(names, scores, labelled, strict=True)
+        ]
+    judged = [*(one.competition.as_dict() for one in volumes if one.competition is not None), means]
+    return ("volume", "score", "topology", "surface Dice", "VOI score", "Dice %", "IoU %"), [
+        (name, *(_digits(parts[key], 3) for key in _COMPETITION), _digits(one["dice"], 2), _digits(one["iou"], 2))
+        for name, one, parts in zip(names, scores, judged, strict=True)
+    ]
 
 
 def sheet_of(found: VolumeEvaluation, title: str, judged: Sequence[Judged]) -> Sheet:
@@ -180,30 +161,20 @@ def sheet_of(found: VolumeEvaluation, title: str, judged: Sequence[Judged]) -> S
         rows.append(SheetRow(tuple(pictures), _title(one.scores)))
     section = SheetSection("The worst volumes", (ERROR_LEGEND,), tuple(rows))
     means = ", ".join(
-        f"{_WORDS[name]} {_named(name, value)}" for name, value in found.means().items() if value is not None
+        f"{_WORDS[name]} {value:.3f}" if name in _COMPETITION else f"{_WORDS[name]} {value:.2f} %"
+        for name, value in found.means().items()
+        if value is not None
     )
     return Sheet(title, (f"{shown(found.place)}: {count(len(found.volumes), 'volume')}; mean {means}",), (section,))
 
 
 def _title(scores: VolumeScores) -> str:
-    words = [shown(scores.id)]
+    words, found = [shown(scores.id)], _in_percent(scores.mean)
     if scores.competition is not None:
-        words.append(f"score {_three(scores.competition.score)}")
-    words += [f"Dice {_two(_percent(scores.dice))} %", f"surface Dice {_two(_percent(scores.surface_dice))} %"]
+        words.append(f"score {scores.competition.score:.3f}")
+    words += [f"Dice {_digits(found['dice'], 2)} %", f"surface Dice {_digits(found['surface_dice'], 2)} %"]
     return " · ".join(words)
 
 
-def _named(name: str, value: float) -> str:
-    return f"{value:.2f} %" if name in ("dice", "iou", "surface_dice") else f"{value:.3f}"
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
-
-
-def _two(value: float | None) -> str:
-    return "none" if value is None else f"{value:.2f}"
-
-
-def _three(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"
+def _digits(value: float | None, digits: int) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"

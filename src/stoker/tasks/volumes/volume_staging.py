@@ -13,14 +13,14 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, FileVersion
 from stoker.io.filling import WantedFile
-from stoker.io.stores import SourceStore, is_url, open_store
+from stoker.io.stores import is_url, open_store
 from stoker.loader.fill_order import Indices
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import Selection, refuse_classes
-from stoker.tasks.images.layouts.listing import split_place
+from stoker.tasks.images.layouts.splits import split_place
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
 from stoker.tasks.volumes.cases.cases import open_cases
-from stoker.tasks.volumes.formats.opening import VolumeRef, local_path, suffix_of
+from stoker.tasks.volumes.formats.opening import local_path, suffix_of
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.train.ranks import Ranks
 
@@ -39,20 +39,23 @@ def stage_volumes(
     listed = root.lower().endswith(LISTS)
     root = root.rpartition("/")[0] if listed else root
     place, source = copy_place(config, root), open_store(root)
-    plans = [plan for plan in (train, val) if plan is not None]
-    refs = [ref for plan in plans for case in plan.cases for ref in (*case.images, case.label) if ref is not None]
+    cases = train.cases if val is None else (*train.cases, *val.cases)
     expected: dict[str, FileVersion] = {}
-    for ref in refs:
+    for ref in (ref for case in cases for ref in case.refs):
         path = place.below(ref.location)
         if path is None:
             raise cannot_stage(
                 config, f"{redact_text(ref.location)} is outside of it", "the copy has the files of data_root"
             )
-        if _is_zarr(ref):
+        if suffix_of(ref.location) in ("", ".zarr") or (ref.packed is not None and ref.packed.kind == "zarr"):
             raise cannot_stage(
                 config, f"{shown(path)} is a Zarr array", "its chunks are read by a library of their own"
             )
-        expected[path] = _expected(ref, source, path)
+        if ref.version:
+            size, _, version = ref.version.partition(" ")
+            expected[path] = FileVersion(int(size), version)
+        else:
+            expected[path] = FileVersion(*source.about(path))
     place = CopyPlace(place.folder, place.source, expected)
     beside = files_beside(root, [], place, [], source)
     validation = None if val is None else VolumeFiles(val, place)
@@ -76,7 +79,7 @@ def needed_files(
     if not is_url(folder):
         folder = str(Path(folder).expanduser().resolve())
     listed = open_cases(root)
-    refs = [ref.location for case in listed.cases for ref in (*case.images, *([case.label] if case.label else []))]
+    refs = [ref.location for case in listed.cases for ref in case.refs]
     outside = [ref for ref in refs if not local_path(ref).startswith(f"{folder}/")]
     if outside:
         raise UserError(
@@ -100,10 +103,7 @@ class VolumeFiles:
 
     def __init__(self, plan: PatchPlan, place: CopyPlace) -> None:
         self._patches, self.steps = plan.patches, plan.steps
-        self._cases = [
-            [_volume(ref.location, place) for ref in (*case.images, case.label) if ref is not None]
-            for case in plan.cases
-        ]
+        self._cases = [[_wanted(ref.location, place) for ref in case.refs] for case in plan.cases]
         self.positions = self.steps.samples
 
     def __len__(self) -> int:
@@ -120,18 +120,7 @@ class VolumeFiles:
             yield from self._cases[case]
 
 
-def _expected(ref: VolumeRef, source: SourceStore, path: str) -> FileVersion:
-    if ref.version:
-        size, _, version = ref.version.partition(" ")
-        return FileVersion(int(size), version)
-    return FileVersion(*source.about(path))
-
-
-def _is_zarr(ref: VolumeRef) -> bool:
-    return suffix_of(ref.location) in ("", ".zarr") or (ref.packed is not None and ref.packed.kind == "zarr")
-
-
-def _volume(location: str, place: CopyPlace) -> WantedFile:
+def _wanted(location: str, place: CopyPlace) -> WantedFile:
     path = place.below(location)
     assert path is not None, "the volumes are below the root of the data"
     return WantedFile(path, *place.expected[path])

@@ -35,7 +35,7 @@ def listed(names: Mapping[str, Sequence[str]], root: str = "/nowhere") -> Sample
 
 def subject_with(train: SampleSet, val: SampleSet | None, **keys: Any) -> Subject:
     """A subject whose samples are these, whatever the config says."""
-    return subject_of("/nowhere", **keys).with_data(SimpleNamespace(train=train, val=val))
+    return subject_of("/nowhere", **keys).with_made("data", SimpleNamespace(train=train, val=val))
 
 
 def outcome(checks: Sequence[Any], name: str, subject: Subject) -> Any:

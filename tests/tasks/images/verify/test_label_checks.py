@@ -53,22 +53,18 @@ def by_names(train: SampleSet, val: Folders) -> Finding:
     return found
 
 
-def test_right_folders_agree_with_the_known_labels() -> None:
+def test_right_folders_agree_with_the_known_labels_and_make_a_network_unnecessary() -> None:
     train, val = training(CLASSES), validation(lambda label: CLASSES[label])
     found = by_names(train, val)
     assert found.status == "passed", found
     assert found.facts["images"] == 46_837
     assert found.facts["share"] == pytest.approx(0.9, abs=0.01)
     assert "of 46,837 validation images agree with their folder by ReaL labels" in found.seen
-
-
-def test_a_few_classes_are_enough_and_the_others_are_left_out() -> None:
-    chosen = CLASSES[::10]
-    val = validation(lambda label: CLASSES[label])
-    found = by_names(training(chosen), val)
+    assert outcome(LABEL_CHECKS, "labels-by-network", subject_with(train, listed(val))) is None
+    # A few classes are enough, and the others are left out.
+    found = by_names(training(CLASSES[::10]), val)
     assert (found.status, found.facts["folders"]) == ("passed", 100)
-    two = by_names(training(CLASSES[3:5]), {name: val[name] for name in CLASSES[3:5]})
-    assert two.status == "passed"
+    assert by_names(training(CLASSES[3:5]), {name: val[name] for name in CLASSES[3:5]}).status == "passed"
 
 
 def test_folders_may_be_numbers_or_names_that_the_training_files_explain() -> None:
@@ -181,24 +177,20 @@ def permuted_copy(data: Path, to: Path) -> Path:
     return to
 
 
-def test_a_checkpoint_tells_how_folders_are_permuted(colours: tuple[Path, Path], tmp_path: Path) -> None:
-    data, run = colours
-    right = outcome(LABEL_CHECKS, "labels-by-network", subject_of(data, weights=run))
-    assert (right.status, right.facts["classes"]) == ("passed", 3), right
-    wrong = outcome(LABEL_CHECKS, "labels-by-network", subject_of(permuted_copy(data, tmp_path / "data"), weights=run))
-    assert wrong.status == "failed"
-    assert "blue and red are swapped" in wrong.seen
-    assert wrong.facts["holds"] == {"blue": "red", "red": "blue"}
-
-
-def test_a_file_of_weights_does_too(colours: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_or_a_file_of_weights_tells_how_folders_are_permuted(
+    colours: tuple[Path, Path], tmp_path: Path
+) -> None:
     data, run = colours
     file = tmp_path / "weights.safetensors"
     trained = restore_model(run).model.state_dict()
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in trained.items()}, file)
-    assert outcome(LABEL_CHECKS, "labels-by-network", subject_of(data, weights=file)).status == "passed"
-    wrong = outcome(LABEL_CHECKS, "labels-by-network", subject_of(permuted_copy(data, tmp_path / "data"), weights=file))
-    assert "blue and red are swapped" in wrong.seen
+    permuted = permuted_copy(data, tmp_path / "data")
+    for weights in (run, file):
+        right = outcome(LABEL_CHECKS, "labels-by-network", subject_of(data, weights=weights))
+        assert (right.status, right.facts["classes"]) == ("passed", 3), right
+        wrong = outcome(LABEL_CHECKS, "labels-by-network", subject_of(permuted, weights=weights))
+        assert (wrong.status, wrong.facts["holds"]) == ("failed", {"blue": "red", "red": "blue"})
+        assert "blue and red are swapped" in wrong.seen
 
 
 def test_without_a_network_that_knows_the_classes_nothing_is_claimed(
@@ -220,8 +212,3 @@ def test_without_a_network_that_knows_the_classes_nothing_is_claimed(
         file.write_bytes(one)
     weak = outcome(LABEL_CHECKS, "labels-by-network", subject_of(grey, weights=run))
     assert weak.status == "unknown", weak
-
-
-def test_names_that_have_told_make_the_network_unnecessary() -> None:
-    val = listed(validation(lambda label: CLASSES[label]))
-    assert outcome(LABEL_CHECKS, "labels-by-network", subject_with(training(CLASSES), val)) is None

@@ -8,7 +8,9 @@ product is fused with a sum where that could change a result. On a GPU the numbe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +21,6 @@ from torch.nn import functional
 from stoker.tasks.device_copies import kept_on
 
 Floats = NDArray[np.float64]
-Tables = NDArray[np.uint8]
 
 LEVELS = np.arange(256)
 # Pillow truncates. In single precision 200 may have become 199.995.
@@ -29,6 +30,27 @@ BELOW_ONE = 1 - 2**-24
 # In front of a table's 256 entries: a histogram with an empty place below level 0 has, once summed up, the number of
 # darker pixels at each level. Tables and histograms have the same shape, so that one set of places serves both.
 TABLE_SIZE = 257
+
+
+class Op(IntEnum):
+    """The operations on a sample."""
+
+    IDENTITY = 0
+    AUTO_CONTRAST = 1
+    EQUALIZE = 2
+    INVERT = 3
+    ROTATE = 4
+    POSTERIZE = 5
+    SOLARIZE = 6
+    SOLARIZE_ADD = 7
+    COLOR = 8
+    CONTRAST = 9
+    BRIGHTNESS = 10
+    SHARPNESS = 11
+    SHEAR_X = 12
+    SHEAR_Y = 13
+    TRANSLATE_X = 14
+    TRANSLATE_Y = 15
 
 
 def plus(images: Tensor, addends: Tensor) -> Tensor:
@@ -43,41 +65,22 @@ def plus(images: Tensor, addends: Tensor) -> Tensor:
 # x' = a x + b y + c, y' = d x + e y + f, with pixel centres at 0.5, 1.5, ...
 
 
-def shear_x_matrices(factors: Floats) -> Floats:
-    """Shift each row by its distance from the top times the factor."""
-    return _matrices(len(factors), {1: factors})
+_SHIFTED = {Op.SHEAR_X: 1, Op.SHEAR_Y: 3, Op.TRANSLATE_X: 2, Op.TRANSLATE_Y: 5}
+"""The number that the argument replaces: a row is sheared by its distance from the top, a column by that from the left;
+pixels are taken from so far to the right, or below."""
 
 
-def shear_y_matrices(factors: Floats) -> Floats:
-    """Shift each column by its distance from the left times the factor."""
-    return _matrices(len(factors), {3: factors})
-
-
-def translate_x_matrices(pixels: Floats) -> Floats:
-    """Take each pixel from this far to its right."""
-    return _matrices(len(pixels), {2: pixels})
-
-
-def translate_y_matrices(pixels: Floats) -> Floats:
-    """Take each pixel from this far below it."""
-    return _matrices(len(pixels), {5: pixels})
-
-
-def rotate_matrices(degrees: Floats, height: int, width: int) -> Floats:
-    """Turn anticlockwise about the centre."""
-    angles = -np.radians(degrees)
+def matrices_of(chosen: NDArray[np.int64], arguments: Floats, height: int, width: int) -> Floats:
+    """The six numbers (samples, 6) of operations with their arguments; rotations are anticlockwise about the centre."""
+    matrices = np.tile(np.array([1.0, 0, 0, 0, 1, 0]), (len(chosen), 1))
+    for op, column in _SHIFTED.items():
+        members = chosen == op
+        matrices[members, column] = arguments[members]
+    rotated = chosen == Op.ROTATE
+    angles = -np.radians(arguments[rotated])
     cos, sin = np.cos(angles), np.sin(angles)
     x, y = width / 2, height / 2
-    return _matrices(
-        len(degrees),
-        {0: cos, 1: sin, 2: x - cos * x - sin * y, 3: -sin, 4: cos, 5: y + sin * x - cos * y},
-    )
-
-
-def _matrices(count: int, columns: dict[int, Floats]) -> Floats:
-    matrices = np.tile(np.array([1.0, 0, 0, 0, 1, 0]), (count, 1))
-    for column, values in columns.items():
-        matrices[:, column] = values
+    matrices[rotated] = np.stack([cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y], axis=1)
     return matrices
 
 
@@ -116,34 +119,36 @@ def warp(planes: Tensor, by_column: Tensor, by_row: Tensor, fill: Tensor, out: T
 # --- tables: the new value of each level of each channel. Those that do not depend on the image are made on the host.
 
 
-def posterize_tables(bits: Floats) -> Tables:
-    """Keep this many upper bits; 8 keeps all, 0 gives black (as in Pillow before it refused 0)."""
-    masks = 256 - 2 ** (8 - bits.astype(np.int64))
-    return (LEVELS[None] & masks[:, None]).astype(np.uint8)
-
-
-def solarize_tables(thresholds: Floats) -> Tables:
-    """Invert levels at or above the threshold."""
-    return np.where(LEVELS[None] < thresholds[:, None], LEVELS, 255 - LEVELS).astype(np.uint8)
-
-
-def solarize_add_tables(amounts: Floats) -> Tables:
-    """Brighten levels below 128 by the amount."""
-    brighter = np.minimum(LEVELS[None] + amounts.astype(np.int64)[:, None], 255)
-    return np.where(LEVELS < 128, brighter, LEVELS).astype(np.uint8)
-
-
-def invert_tables(count: int) -> Tables:
-    """The negative."""
-    return np.broadcast_to((255 - LEVELS).astype(np.uint8), (count, 256))
-
-
-def brightness_tables(factors: Floats) -> Tables:
-    """Multiply; 0 is black, 1 changes nothing."""
-    # In single precision, as in Pillow: truncation turns a difference in the last bit into one level.
-    brighter = LEVELS.astype(np.float32)[None] * factors.astype(np.float32)[:, None]
-    tables: Tables = np.minimum(brighter, 255).astype(np.uint8)
+def tables_of(chosen: NDArray[np.int64], arguments: Floats) -> NDArray[np.uint8]:
+    """The tables (samples, 256) of each operation with its argument."""
+    tables = np.zeros((len(chosen), 256), np.uint8)
+    for op, make in _TABLES.items():
+        members = chosen == op
+        tables[members] = make(arguments[members, None])
     return tables
+
+
+def _posterize(bits: Floats) -> NDArray[np.int64]:
+    # 8 keeps all upper bits, 0 gives black (as in Pillow before it refused 0).
+    return LEVELS & (256 - 2 ** (8 - bits.astype(np.int64)))
+
+
+def _solarize_add(amounts: Floats) -> NDArray[np.int64]:
+    return np.where(LEVELS < 128, np.minimum(LEVELS + amounts.astype(np.int64), 255), LEVELS)
+
+
+def _brighten(factors: Floats) -> NDArray[np.float32]:
+    # In single precision, as in Pillow: truncation turns a difference in the last bit into one level.
+    return np.minimum(LEVELS.astype(np.float32) * factors.astype(np.float32), 255)
+
+
+_TABLES: dict[Op, Callable[[Floats], NDArray[Any]]] = {
+    Op.INVERT: lambda _none: 255 - LEVELS,
+    Op.POSTERIZE: _posterize,
+    Op.SOLARIZE: lambda thresholds: np.where(thresholds > LEVELS, LEVELS, 255 - LEVELS),
+    Op.SOLARIZE_ADD: _solarize_add,
+    Op.BRIGHTNESS: _brighten,
+}
 
 
 def table_starts(samples: int) -> NDArray[np.int64]:

@@ -13,10 +13,17 @@ from torch import Tensor
 from stoker.config import Config
 from stoker.loader.rng import Keys, uniforms
 from stoker.tasks.device_copies import Copy, PackedChoices, copy_to, kept_on, pack
-from stoker.tasks.images.augment.layers import BatchLayers, arrange, run_layers
 from stoker.tasks.images.augment.mixing import Mixer, Recipe, fill_targets, mix_images, target_rows
 from stoker.tasks.images.augment.operations import plus
-from stoker.tasks.images.augment.policies import Level, Policy, RandAugment, TrivialAugmentWide
+from stoker.tasks.images.augment.policies import (
+    BatchLayers,
+    Level,
+    Policy,
+    RandAugment,
+    TrivialAugmentWide,
+    arrange,
+    run_layers,
+)
 
 Colour = tuple[float, float, float]
 

@@ -22,7 +22,7 @@ from stoker.core.files import remember
 from stoker.loader.rng import sample_keys
 from stoker.run.environment import describe_host
 from stoker.tasks.images.decode.crops import CropRange, draw_crops
-from stoker.tasks.images.decode.decoders import available_decoders
+from stoker.tasks.images.decode.decoders import LIBTURBOJPEG, available_decoders
 from stoker.tasks.images.decode.decoding import MAX_PIXELS, DecodeMode, Decoding
 from stoker.tasks.images.decode.headers import BadImage, Box, ImageHeader
 
@@ -219,16 +219,11 @@ def _key(available: Sequence[str], files: Sequence[bytes], size: int, mode: Deco
     """Everything that a choice depends on, as text; file sizes are rounded to powers of two."""
     mean_bytes = sum(len(data) for data in files) / len(files)
     bucket = round(math.log2(max(mean_bytes, 1)))
-    host = describe_host()["cpu"]
-    library = os.environ.get("STOKER_LIBTURBOJPEG")
-    return json.dumps([FORMAT, host, _versions(), list(available), library, size, mode, bucket])
-
-
-def _versions() -> list[str | None]:
-    found: list[str | None] = []
+    host, library = describe_host()["cpu"], os.environ.get(LIBTURBOJPEG)
+    versions: list[str | None] = []
     for name in _PACKAGES:
         try:
-            found.append(metadata.version(name))
+            versions.append(metadata.version(name))
         except metadata.PackageNotFoundError:
-            found.append(None)
-    return found
+            versions.append(None)
+    return json.dumps([FORMAT, host, versions, list(available), library, size, mode, bucket])

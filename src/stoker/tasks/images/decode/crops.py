@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.loader.rng import CROP, FLIP, Keys, uniforms
-from stoker.tasks.images.decode.decoding import DecodeMode, Decoding
+from stoker.tasks.images.decode.decoding import DecodeMode, Decoding, Interpolation
 from stoker.tasks.images.decode.headers import Box
-from stoker.tasks.images.decode.resizing import Interpolation
 
 TRIES = 10
 

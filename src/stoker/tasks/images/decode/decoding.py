@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
+import cv2
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
-from stoker.tasks.images.decode.decoders import PILLOW, Refused, load_decoder
+from stoker.tasks.images.decode.decoders import PILLOW, Refused, Scratch, load_decoder
 from stoker.tasks.images.decode.headers import MAX_DECODED_BYTES, Box, Bytes, ImageHeader, read_header
-from stoker.tasks.images.decode.resizing import (
-    Interpolation,
-    Slot,
-    antialias_into,
-    centre_into,
-    draft_into,
-    reduction,
-    resize_into,
-)
 
 DecodeMode = Literal["fast", "faithful", "draft"]
 MAX_PIXELS = 178_956_970
@@ -29,6 +24,20 @@ LARGEST_REDUCTION = {"444": 8, "420": 8, "grey": 8, "422": 4, "440": 4}
 # EXIF orientation: seen = stored, transposed for 5..8, then mirrored left-right and top-bottom.
 _MIRRORED = frozenset({2, 3, 6, 7})
 _UPSIDE_DOWN = frozenset({3, 4, 7, 8})
+Interpolation = Literal["bilinear", "bicubic"]
+Slot = NDArray[np.uint8]
+RESAMPLING: dict[Interpolation, Image.Resampling] = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+# Above this ratio of all resized pixels to those that the crop keeps, only those of the crop are made, which may
+# differ by a few levels (the test allows 20): a strip of 100 000 x 1 pixels would otherwise become one of
+# 25 600 000 x 256.
+_MOST_WASTE = 32
+# Not the decoders' memory, in which the pixels to pack may be.
+_packed = Scratch(kept_bytes=16 << 20)
+# Each worker has its own core: threads of OpenCV would only compete with it.
+cv2.setNumThreads(0)
 
 
 @dataclass(frozen=True)
@@ -60,54 +69,27 @@ class Decoding:
         interpolation: Interpolation = "bilinear",
         mode: DecodeMode = "fast",
     ) -> None:
-        """Fills `out` with the box in a mode of the config key `decode_mode`; raises BadImage."""
+        """Fills `out` with the box in a mode of the config key `decode_mode`; raises BadImage.
+
+        Faithful is torchvision's resized_crop of a Pillow image. Fast and faithful decode no more than the box needs,
+        but always at full size, where all decoders agree: crops that were decoded at half the size differed by three
+        grey levels (results/resize). In a draft, large reductions happen in the decoder, and small ones alias."""
+        _check_slot(out)
+        orientation = header.orientation
+        inner = stored_box(orientation, header.width, header.height, box)
+        if mode == "faithful":
+            resize_into(turned(self._region(data, header, inner, 1), orientation), out, interpolation)
+            return
+        # Turned afterwards: turning the smaller picture is cheaper, and the filters are symmetric.
+        rows, columns = out.shape[1::-1] if orientation >= 5 else out.shape[:2]
+        small = out if orientation == 1 else np.empty((rows, columns, 3), np.uint8)
         if mode == "fast":
-            self.fast_crop_into(data, header, box, out, interpolation)
-        elif mode == "faithful":
-            self.faithful_crop_into(data, header, box, out, interpolation)
+            antialias_into(self._region(data, header, inner, 1), small, interpolation)
         else:
-            self.draft_crop_into(data, header, box, out)
-
-    def fast_crop_into(
-        self, data: Bytes, header: ImageHeader, box: Box, out: Slot, interpolation: Interpolation
-    ) -> None:
-        """Fills `out` with the box, antialiased; raises BadImage.
-
-        Decodes no more than the box needs, but always at full size, where all decoders agree: crops that were decoded
-        at half the size differed by three grey levels (results/resize)."""
-        _check_slot(out)
-        inner = stored_box(header.orientation, header.width, header.height, box)
-        pixels = self._region(data, header, inner, 1)
-        if header.orientation == 1:
-            antialias_into(pixels, out, interpolation)
-        else:
-            # Turned afterwards: turning the smaller picture is cheaper, and the filters are symmetric.
-            small = np.empty((*stored_shape(header.orientation, out.shape[0], out.shape[1]), 3), np.uint8)
-            antialias_into(pixels, small, interpolation)
-            np.copyto(out, turned(small, header.orientation))
-
-    def draft_crop_into(self, data: Bytes, header: ImageHeader, box: Box, out: Slot) -> None:
-        """Fills `out` with the box; raises BadImage. Large reductions happen in the decoder, small ones alias."""
-        _check_slot(out)
-        rows, columns = stored_shape(header.orientation, out.shape[0], out.shape[1])
-        inner = stored_box(header.orientation, header.width, header.height, box)
-        largest = LARGEST_REDUCTION.get(header.jpeg.subsampling, 1) if header.jpeg is not None else 1
-        pixels = self._region(data, header, inner, min(reduction(inner, rows, columns), largest))
-        if header.orientation == 1:
-            draft_into(pixels, out)
-        else:
-            small = np.empty((rows, columns, 3), np.uint8)
-            draft_into(pixels, small)
-            np.copyto(out, turned(small, header.orientation))
-
-    def faithful_crop_into(
-        self, data: Bytes, header: ImageHeader, box: Box, out: Slot, interpolation: Interpolation
-    ) -> None:
-        """Fills `out` with the box as torchvision's resized_crop does on a Pillow image; raises BadImage."""
-        _check_slot(out)
-        inner = stored_box(header.orientation, header.width, header.height, box)
-        pixels = self._region(data, header, inner, 1)
-        resize_into(turned(pixels, header.orientation), out, interpolation)
+            largest = LARGEST_REDUCTION.get(header.jpeg.subsampling, 1) if header.jpeg is not None else 1
+            draft_into(self._region(data, header, inner, min(reduction(inner, rows, columns), largest)), small)
+        if small is not out:
+            np.copyto(out, turned(small, orientation))
 
     def faithful_centre_into(
         self, data: Bytes, header: ImageHeader, resize: int, out: Slot, interpolation: Interpolation
@@ -155,12 +137,117 @@ def stored_box(orientation: int, width: int, height: int, box: Box) -> Box:
     return Box(top, left, box.height, box.width)
 
 
-def stored_shape(orientation: int, rows: int, columns: int) -> tuple[int, int]:
-    """The rows and columns in the stored image that are seen as these rows and columns."""
-    return (columns, rows) if orientation >= 5 else (rows, columns)
-
-
 def turned(stored: Slot, orientation: int) -> Slot:
     """A view of the stored pixels as a person sees them."""
     seen = stored.transpose(1, 0, 2) if orientation >= 5 else stored
     return seen[:: -1 if orientation in _UPSIDE_DOWN else 1, :: -1 if orientation in _MIRRORED else 1]
+
+
+def antialias_into(pixels: Slot, out: Slot, interpolation: Interpolation) -> None:
+    """Fills `out` with all of `pixels`, with Pillow's filters and other rounding: a few hundredths of a grey level from
+    Pillow on average."""
+    source, target = _as_image(pack(pixels)), _as_image(out)
+    _antialiasing()[interpolation](source, out.shape[:2], False, None, None, out=target)
+
+
+@cache
+def _antialiasing() -> dict[Interpolation, Any]:
+    """The operators behind torch.nn.functional.interpolate(antialias=True), which has no `out`: it returns one plane
+    per colour, and takes more than twice as long for it (results/resize). On x86 they run in the calling thread alone,
+    and without the GIL."""
+    import torch
+
+    return {"bilinear": torch._C._nn._upsample_bilinear2d_aa, "bicubic": torch._C._nn._upsample_bicubic2d_aa}
+
+
+def _as_image(pixels: Slot) -> Any:
+    """A tensor that is a view in the order that torch expects: 1 x channels x rows x columns."""
+    import torch  # not above: the processes that pack images decode them, too, and start faster without it
+
+    return torch.from_numpy(pixels[None]).permute(0, 3, 1, 2)
+
+
+def pack(pixels: Slot) -> Slot:
+    """The pixels without gaps between the rows. torch would close them too, but in fresh memory and with all its
+    threads, whose cores belong to the other workers."""
+    if pixels.flags.c_contiguous and pixels.flags.writeable:
+        return pixels
+    packed = _packed.take(pixels.size)[: pixels.size].reshape(pixels.shape)
+    cv2.copyTo(pixels, None, packed)  # type: ignore[call-overload]
+    return packed
+
+
+def reduction(box: Box, rows: int, columns: int) -> int:
+    """How many times smaller a box may be decoded and still have the wanted rows and columns.
+
+    Only halves, quarters and eighths: the other scales of a JPEG's blocks are slower than full size."""
+    surplus = min(box.height / rows, box.width / columns)
+    return 1 if surplus < 2 else 2 if surplus < 4 else 4 if surplus < 8 else 8
+
+
+def draft_into(pixels: Slot, out: Slot) -> None:
+    """Fills `out` with all of `pixels`: linear, without antialiasing below a reduction of two; images at least twice
+    too large are averaged first, as a scaled decoding would have done."""
+    rows, columns = out.shape[:2]
+    surplus = reduction(Box(0, 0, pixels.shape[0], pixels.shape[1]), rows, columns)
+    if surplus > 1:
+        smaller = (pixels.shape[1] // surplus, pixels.shape[0] // surplus)
+        averaged: Any = cv2.resize(pixels, smaller, interpolation=cv2.INTER_AREA)
+        pixels = averaged
+    cv2.resize(pixels, (columns, rows), dst=out, interpolation=cv2.INTER_LINEAR)
+
+
+# Faithful resizing is Pillow's, as in torchvision's transforms of Pillow images, so that not one grey level differs.
+# torch's antialiased resize of uint8 takes half the time (480 against 870 µs for crops of ImageNet), but was off by two
+# levels in one of 650 bilinear crops that were tried, and by up to 20 in bicubic ones: probably because these overshoot
+# and are clipped between the passes over rows and columns, which Pillow 13 takes in the cheaper order and torch in a
+# fixed one. For the same reason an image is turned by its EXIF orientation before it is resized, not after.
+
+
+def resize_into(pixels: Slot, out: Slot, interpolation: Interpolation) -> None:
+    """Fills `out` with all of `pixels`, antialiased."""
+    size = (out.shape[1], out.shape[0])
+    np.copyto(out, np.asarray(Image.fromarray(pixels).resize(size, RESAMPLING[interpolation])))
+
+
+def centre_into(pixels: Slot, resize: int, out: Slot, interpolation: Interpolation) -> None:
+    """Fills `out` with the middle of `pixels` after resizing their shorter side, with a black border if the result is
+    smaller than `out`."""
+    width, height = resized_size(pixels.shape[1], pixels.shape[0], resize)
+    (top, above), (left, beside) = _middle(height, out.shape[0]), _middle(width, out.shape[1])
+    kept = Box(top, left, min(height, out.shape[0]), min(width, out.shape[1]))
+    if (kept.height, kept.width) != out.shape[:2]:
+        out.fill(0)
+    image, method = Image.fromarray(pixels), RESAMPLING[interpolation]
+    if height * width <= _MOST_WASTE * kept.height * kept.width:
+        edges = (kept.left, kept.top, kept.left + kept.width, kept.top + kept.height)
+        part = image.resize((width, height), method).crop(edges)
+    else:
+        part = _resize_part(image, width, height, kept, method)
+    np.copyto(out[above : above + kept.height, beside : beside + kept.width], np.asarray(part))
+
+
+def resized_size(width: int, height: int, resize: int) -> tuple[int, int]:
+    """Width and height once the shorter side is `resize` long; torchvision rounds the longer one down."""
+    if width <= height:
+        return resize, int(resize * height / width)
+    return int(resize * width / height), resize
+
+
+def _middle(length: int, wanted: int) -> tuple[int, int]:
+    """Where the crop begins in the image, and the image in the crop, rounded as in torchvision."""
+    if length >= wanted:
+        return round((length - wanted) / 2.0), 0  # Python's round: halves go to the even number
+    return 0, (wanted - length) // 2
+
+
+def _resize_part(image: Image.Image, width: int, height: int, kept: Box, method: Image.Resampling) -> Image.Image:
+    """The kept box of the image resized to width x height, without making the rest."""
+    across, down = image.width / width, image.height / height
+    edges = (
+        kept.left * across,
+        kept.top * down,
+        min((kept.left + kept.width) * across, image.width),
+        min((kept.top + kept.height) * down, image.height),
+    )
+    return image.resize((kept.width, kept.height), method, box=edges)

@@ -16,10 +16,9 @@ from stoker.core.console import Advance, shown
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.io.stores import Buffer, ReadFailure, Store, open_store
-from stoker.tasks.images.layouts.imagenet_labels import LabelFileWrong, exists, read_text
 from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
-from stoker.tasks.images.layouts.sample_index import SampleIndex, encode_name, pack_names
-from stoker.tasks.images.layouts.sample_lists import class_order
+from stoker.tasks.images.layouts.sample_index import SampleIndex, sorted_index
+from stoker.tasks.images.layouts.sample_lists import LabelFileWrong, exists, numbered, read_text
 
 CLASS_FILES = ("classes.txt", "labels.txt", "synsets.txt")
 """Names of the classes, one a line, in the order of their numbers; beside the tars."""
@@ -152,31 +151,27 @@ def _label(path: str, key: str, parts: dict[str, tuple[int, int, bytes]]) -> str
 
 def _index(place: str, tars: Sequence[str], samples: list[TarSample], shard_of: list[int]) -> SampleIndex:
     labels = [sample.label for sample in samples]
-    numbered = [label.isascii() and label.isdigit() for label in labels]
+    are_numbers = [label.isascii() and label.isdigit() for label in labels]
     notes: list[str] = []
-    if not any(numbered):
-        classes = class_order(labels)
-        numbers = {name: number for number, name in enumerate(classes)}
-        values = np.array([numbers[label] for label in labels], np.int32)
-    elif not all(numbered):
-        odd = samples[numbered.index(not numbered[0])]
-        seen = f"{shown(odd.name)} is labelled {odd.label!r}, others by {'numbers' if numbered[0] else 'names'}"
+    if not any(are_numbers):
+        classes, values = numbered(labels)
+    elif not all(are_numbers):
+        odd = samples[are_numbers.index(not are_numbers[0])]
+        seen = f"{shown(odd.name)} is labelled {odd.label!r}, others by {'numbers' if are_numbers[0] else 'names'}"
         raise LabelFileWrong(f"{place}/{tars[0]}", None, seen, "use numbers or names for all")
     else:
         classes, values, note = _numbered(place, np.array([int(label) for label in labels], np.int64))
         notes.append(note)
-    encoded = [encode_name(sample.name) for sample in samples]
-    order = sorted(range(len(samples)), key=lambda at: (values[at], encoded[at]))
-    return SampleIndex(
+    return sorted_index(
         place,
         classes,
-        values[order].astype(np.int32),
-        *pack_names([encoded[at] for at in order]),
-        sizes=np.array([samples[at].size for at in order], np.int64),
-        shards=tuple(tars),
-        shard_of=np.array(shard_of, np.int32)[order],
-        offsets=np.array([samples[at].offset for at in order], np.int64),
-        facts={"layout": "webdataset", "notes": notes},
+        values.astype(np.int32),
+        [sample.name for sample in samples],
+        {"layout": "webdataset", "notes": notes},
+        shards=tars,
+        sizes=[sample.size for sample in samples],
+        shard_of=shard_of,
+        offsets=[sample.offset for sample in samples],
     )
 
 

@@ -21,10 +21,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from stoker.core.errors import UserError
 from stoker.core.files import cache_folder, has_whole_seal, sealed, write_text
 from stoker.core.redact import redact_text
 from stoker.io.stores import is_url
-from stoker.tasks.images.layouts.listing import THREADS, ClassListing, Seen, class_names
 from stoker.tasks.images.layouts.sample_index import IndexUnreadable, SampleIndex, digest_of, load_index, save_index
 
 FORMAT = 1
@@ -45,19 +43,27 @@ _ABANDONED_AFTER_S = 24 * 3600
 _one_thread = threading.RLock()
 
 
-class _OtherFormat(ValueError):
-    """A listing of another version, not a damaged one."""
+@dataclass(frozen=True)
+class Seen:
+    """The state of a class when it was listed."""
+
+    folders: Mapping[str, int | None] = field(default_factory=dict)
+    """When each folder last changed, in ns; None if that was too recent to distinguish it from the next change."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many files were skipped, by suffix."""
 
 
 @dataclass(frozen=True)
 class KeptIndex:
-    """A saved index, with the state of what was listed."""
+    """An index, with the state of what it was made from."""
 
     index: SampleIndex
-    seen: dict[str, Seen]
-    """By class."""
-    made_ns: int
-    """When it was listed; 0 if just now."""
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+    """The state of each class folder."""
+    source: Mapping[str, Any] | None = None
+    """The state of other files, if it was made from them."""
+    made_ns: int = 0
+    """When it was made; 0 if just now."""
 
 
 def keeping_folder(place: str, index_dir: Path | None, kind: str = "") -> Path:
@@ -98,37 +104,67 @@ def not_keepable(place: str, folder: Path, error: OSError) -> UserError:
     )
 
 
-def cannot_be_saved(error: OSError) -> str:
-    """The note if an index is not saved, and need not be."""
-    return f"the index cannot be saved ({error}), so the next start lists all files again; set index_dir=FOLDER"
+def keep_or_make(
+    place: str,
+    make: Callable[[KeptIndex | None], tuple[KeptIndex, list[str]]],
+    still_holds: Callable[[KeptIndex], bool],
+    *,
+    kind: str = "",
+    index_dir: Path | None,
+    say: Say | None = None,
+) -> tuple[KeptIndex, list[str]]:
+    """The index kept for a place if it still holds, else a new one, which is kept; and notes for the user.
+
+    `make` gets the index that no longer holds, if there is one, and returns its own notes, too."""
+    keep, damage = keeping_folder(place, index_dir, kind), list[str]()
+    before = read_kept(keep, place, damage)
+    if before is not None and still_holds(before):
+        return before, []
+    made: tuple[KeptIndex, list[str]] | None = None
+    try:
+        with building(keep, say):
+            # Another process may have done the work while we waited for the lock.
+            kept = read_kept(keep, place)
+            if kept is not None and still_holds(kept):
+                return kept, []
+            made = make(kept or before)
+            return write_kept(keep, made[0]), [*damage, *made[1]]
+    except OSError as error:
+        if index_dir is not None:
+            raise not_keepable(place, index_dir, error) from None
+        trouble = f"the index cannot be saved ({error}), so the next start lists all files again; set index_dir=FOLDER"
+    new, news = made or make(before)
+    return replace(new, index=replace(new.index, digest=digest_of(new.index))), [*damage, *news, trouble]
 
 
 def read_kept(keep: Path, place: str | None, damage: list[str] | None = None) -> KeptIndex | None:
     """The index in a folder; None if there is none, none of this place, or none that this version can use. `damage`
     gets a note if it differs from what was saved."""
     try:
-        document = _read_listing(keep)
+        document = json.loads((keep / LISTING).read_text())
+        if document["format"] != FORMAT:
+            return None
+        if has_whole_seal(document) is False:
+            raise ValueError(f"{LISTING} changed after it was written")
         if not re.fullmatch("[0-9a-f]+", document["index"]):
             return None
         if place is not None and document["place"] != redact_text(place):
             return None
-        index = _load(keep, document["index"])
+        index, made_ns = _load(keep, document["index"]), int(document["made_ns"])
         index = index if place is None else replace(index, root=place)
+        if "seen" not in document:
+            return KeptIndex(index, source={name: document[name] for name in ("kind", "state")}, made_ns=made_ns)
         seen = [Seen(record["folders"], record["left_out"]) for record in document["seen"]]
-        return KeptIndex(index, dict(zip(index.classes, seen, strict=True)), int(document["made_ns"]))
-    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable) as error:
-        _note_damage(keep, error, damage)
+        return KeptIndex(index, dict(zip(index.classes, seen, strict=True)), made_ns=made_ns)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _read_listing(keep: Path) -> dict[str, Any]:
-    """The content of listing.json; raises ValueError if it is of another version, or was changed since."""
-    document: dict[str, Any] = json.loads((keep / LISTING).read_text())
-    if document["format"] != FORMAT:
-        raise _OtherFormat
-    if has_whole_seal(document) is False:
-        raise ValueError(f"{LISTING} changed after it was written")
-    return document
+    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable) as error:
+        reason = error.reason if isinstance(error, IndexUnreadable) else str(error)
+        if damage is not None and (not isinstance(error, IndexUnreadable) or error.damaged):
+            damage.append(
+                f"the index kept in {keep} is damaged ({reason}): it is not used, and made anew from the data"
+            )
+        return None
 
 
 def _load(keep: Path, name: str) -> SampleIndex:
@@ -138,71 +174,9 @@ def _load(keep: Path, name: str) -> SampleIndex:
     return index
 
 
-def _note_damage(keep: Path, error: Exception, damage: list[str] | None) -> None:
-    missing = isinstance(error, FileNotFoundError | NotADirectoryError | _OtherFormat)
-    if damage is None or missing or (isinstance(error, IndexUnreadable) and not error.damaged):
-        return
-    reason = error.reason if isinstance(error, IndexUnreadable) else str(error)
-    damage.append(f"the index kept in {keep} is damaged ({reason}): it is not used, and made anew from the data")
-
-
-def write_kept(keep: Path, index: SampleIndex, listings: Sequence[ClassListing]) -> KeptIndex:
+def write_kept(keep: Path, made: KeptIndex) -> KeptIndex:
     """Saves an index; a reader sees either the old or the new one, complete. Call it within `building`."""
-    seen = [{"folders": dict(one.seen.folders), "left_out": dict(one.seen.left_out)} for one in listings]
-    return KeptIndex(_save(keep, index, {"seen": seen}), {one.name: one.seen for one in listings}, 0)
-
-
-def keep_or_make(
-    place: str,
-    kind: str,
-    state: Mapping[str, Any],
-    make: Callable[[], SampleIndex],
-    *,
-    index_dir: Path | None,
-    rebuild: bool = False,
-    say: Say | None = None,
-) -> SampleIndex:
-    """The index saved for a place if it was made from files in this state, else a new one, which is saved.
-
-    The state of a file is None if it cannot be distinguished from the next one: then the index is made again."""
-    keep = keeping_folder(place, index_dir, kind)
-    damage: list[str] = []
-    if not rebuild and (kept := _made_from(keep, place, kind, state, damage)) is not None:
-        return kept
-    index: SampleIndex | None = None
-    try:
-        with building(keep, say):
-            # Another process may have done the work while we waited for the lock.
-            if not rebuild and (kept := _made_from(keep, place, kind, state)) is not None:
-                return kept
-            index = make()
-            saved = _save(keep, index, {"kind": kind, "state": dict(state)}, place)
-            return replace(saved, facts={**saved.facts, "notes": [*saved.facts.get("notes", []), *damage]})
-    except OSError as error:
-        if index_dir is not None:
-            raise not_keepable(place, index_dir, error) from None
-        trouble = error
-    index = index or make()
-    notes = [*index.facts.get("notes", []), *damage, cannot_be_saved(trouble)]
-    return replace(index, digest=digest_of(index), facts={**index.facts, "notes": notes})
-
-
-def _made_from(
-    keep: Path, place: str, kind: str, state: Mapping[str, Any], damage: list[str] | None = None
-) -> SampleIndex | None:
-    try:
-        document = _read_listing(keep)
-        known = [document[name] for name in ("place", "kind", "state")]
-        if known != [redact_text(place), kind, dict(state)] or None in state.values():
-            return None
-        return replace(_load(keep, Path(document["index"]).name), root=place)
-    except (OSError, ValueError, KeyError, TypeError, IndexUnreadable) as error:
-        _note_damage(keep, error, damage)
-        return None
-
-
-def _save(keep: Path, index: SampleIndex, about: dict[str, Any], place: str | None = None) -> SampleIndex:
-    before = _current_name(keep)
+    index, before = made.index, _current_name(keep)
     final = keep / digest_of(index)
     try:
         _load(keep, final.name)
@@ -211,22 +185,14 @@ def _save(keep: Path, index: SampleIndex, about: dict[str, Any], place: str | No
             save_index(replace(index, root=redact_text(index.root)), folder)
     document = {
         "format": FORMAT,
-        "place": redact_text(place or index.root),
+        "place": redact_text(index.root),
         "made_ns": time.time_ns(),
         "index": final.name,
-        **about,
+        **(made.source or {"seen": [vars(seen) for seen in made.seen.values()]}),
     }
     write_text(keep / LISTING, json.dumps(sealed(document)) + "\n")
     _remove_old(keep, {final.name, before})
-    return replace(load_index(final), root=index.root)
-
-
-def changed_classes(place: str, kept: KeptIndex) -> tuple[list[str], set[str]]:
-    """The current class folders, and those of them that have to be listed (again)."""
-    now = class_names(place)
-    with ThreadPoolExecutor(THREADS) as pool:
-        same = pool.map(lambda name: name in kept.seen and _unchanged(place, kept.seen[name]), now)
-        return now, {name for name, is_same in zip(now, same, strict=True) if not is_same}
+    return replace(made, index=replace(load_index(final), root=index.root))
 
 
 @contextmanager
@@ -265,18 +231,6 @@ def _lock(descriptor: int, keep: Path, say: Say | None) -> None:
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
     except OSError:
         pass  # no locks on this file system: two processes may both do the work, and write the same
-
-
-def _unchanged(place: str, seen: Seen) -> bool:
-    if not seen.folders:
-        return False
-    try:
-        return all(
-            changed is not None and os.stat(f"{place}/{folder}").st_mtime_ns == changed  # noqa: PTH116 - hot, and '' joins
-            for folder, changed in seen.folders.items()
-        )
-    except OSError:
-        return False
 
 
 def _current_name(keep: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Finds a split, and lists its class folders as arrays, so that no Python object outlives the listing of its class.
+"""Lists the class folders of a split as arrays, so that no Python object outlives the listing of its class.
 
 Names are handled as the file system's bytes: they sort alike on every machine, and names that are not UTF-8 survive. No
 file is asked for its type or size: over a network each question is a round trip.
@@ -7,24 +7,33 @@ file is asked for its type or size: over a network each question is a round trip
 from __future__ import annotations
 
 import os
-import shlex
-import stat
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.core.console import Advance, shown, some
-from stoker.core.errors import UserError, did_you_mean
+from stoker.core.console import Advance, Say, shown, some
+from stoker.core.errors import UserError
+from stoker.core.redact import redact_text
+from stoker.core.units import count
 from stoker.io.stores import is_url
+from stoker.tasks.images.layouts.imagenet import GROUND_TRUTH, SOLUTION
+from stoker.tasks.images.layouts.kept_index import (
+    KeptIndex,
+    Seen,
+    index_left_in_data,
+    keep_or_make,
+    keeping_folder,
+    note_of_left_index,
+)
 from stoker.tasks.images.layouts.sample_index import SampleIndex, decode_name, encode_name, pack_names
+from stoker.tasks.images.layouts.splits import not_readable
 
 IMAGE_SUFFIXES = (
     b".jpg", b".jpeg", b".jfif", b".png", b".webp", b".bmp", b".tif", b".tiff", b".gif", b".ppm", b".pgm",
@@ -34,77 +43,6 @@ THREADS = 16
 # A folder that changed just before it was listed may change again without getting a new time: the coarsest clocks of
 # file systems in use tick every two seconds.
 CLOCK_TICK_NS = 2_000_000_000
-
-
-def split_place(root: str, split: str) -> str:
-    """The folder or URL of a split; `split=""` is the root itself."""
-    if root.startswith("file://"):
-        root = unquote(urlsplit(root).path)
-    if is_url(root):
-        return f"{root.rstrip('/')}/{split}".rstrip("/")
-    # Absolute: a worker may have another working directory.
-    return os.path.abspath(os.path.join(os.path.expanduser(root), split))  # noqa: PTH100, PTH118, PTH111
-
-
-def check_folder(root: str, split: str) -> None:
-    """Raises UserError if a split does not exist, and says what does."""
-    place = split_place(root, split)
-    try:
-        if stat.S_ISDIR(os.stat(place).st_mode):  # noqa: PTH116 - Path.is_dir hides what went wrong
-            return
-        raise UserError("data-not-found", f"{shown(place)} is a file, not a folder", hint="data_root=FOLDER")
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise not_readable(place, error) from None
-    base = Path(split_place(root, ""))
-    if base.is_dir():
-        there = _entries(base)
-        raise UserError(
-            "split-not-found",
-            f"{shown(str(base))} has no folder {shown(split)}",
-            why=f"it contains {some(there)}" if there else "it is empty",
-            hint=did_you_mean(split, there) or f"data_root must contain {split}/CLASS/IMAGE.jpg",
-        )
-    existing = base
-    while not existing.is_dir() and existing != existing.parent:
-        existing = existing.parent
-    missing = base.relative_to(existing).parts[0]
-    there = _entries(existing)
-    raise UserError(
-        "data-not-found",
-        f"{shown(str(base))} does not exist",
-        why=f"{existing} exists and contains {some(there)}" if there else f"{existing} exists and is empty",
-        # Names in a folder are not chosen to differ: two changed letters make another word, and /nope is not /home.
-        hint=did_you_mean(missing, there, most_edits=1) or "data_root=FOLDER",
-    )
-
-
-def not_readable(path: str, error: OSError) -> UserError:
-    """The error for a folder that exists and cannot be listed."""
-    return UserError(
-        "data-not-readable",
-        f"{shown(path)} cannot be listed: {error.strerror or error}",
-        why="all samples must be listed before training can start",
-        hint=f"ls -ld {shlex.quote(path)}" if path.isprintable() else None,
-    )
-
-
-def _entries(folder: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    except OSError:
-        return []
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The state of a class when it was listed."""
-
-    folders: Mapping[str, int | None] = field(default_factory=dict)
-    """When each folder last changed, in ns; None if that was too recent to distinguish it from the next change."""
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """How many files were skipped, by suffix."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +57,138 @@ class ClassListing:
 
     def __len__(self) -> int:
         return len(self.name_ends)
+
+
+def open_class_folders(
+    place: str, *, index_dir: Path | None, progress: Advance | None, say: Say | None
+) -> tuple[SampleIndex, list[str]]:
+    """The index of a folder or URL with class folders, and notes for the user. The first call lists all of them, later
+    ones those that changed; a URL is not listed again."""
+    if not is_url(place) and not class_names(place):
+        raise _no_class_folders(place)
+
+    def make(kept: KeptIndex | None) -> tuple[KeptIndex, list[str]]:
+        # An earlier version's index saves listing folders that have not changed since.
+        listed, news = _list(place, kept or index_left_in_data(place), progress)
+        return KeptIndex(_index_of(place, listed), {one.name: one.seen for one in listed}), news
+
+    def still_holds(kept: KeptIndex) -> bool:
+        if is_url(place):
+            return True
+        now, changed = _changed_classes(place, kept)
+        return not changed and tuple(now) == kept.index.classes
+
+    kept, news = keep_or_make(place, make, still_holds, index_dir=index_dir, say=say)
+    left = note_of_left_index(place, keeping_folder(place, index_dir))
+    return kept.index, [*news, *([] if left is None else [left]), *_notes(place, kept)]
+
+
+def _list(place: str, kept: KeptIndex | None, progress: Advance | None) -> tuple[list[ClassListing], list[str]]:
+    """All classes, listing only those that changed, and a note about the changes."""
+    if is_url(place):
+        from stoker.io.object_store import ObjectStore
+
+        return list_objects(ObjectStore(place).list(), progress), []
+    if kept is None:
+        return list_classes(place, class_names(place), progress), []
+    now, changed = _changed_classes(place, kept)
+    fresh = {one.name: one for one in list_classes(place, [name for name in now if name in changed], progress)}
+    listed = [fresh[name] if name in fresh else class_of_index(kept.index, name, kept.seen[name]) for name in now]
+    differing = _differing(kept, fresh) | (set(kept.index.classes) - set(now))
+    if not differing:
+        return listed, []  # the folders were only touched, or too recent to be sure
+    return listed, [
+        f"the index of {place} was out of date: {count(len(differing), 'class folder')} changed "
+        f"({some(sorted(differing))}) and {'was' if len(differing) == 1 else 'were'} listed again"
+    ]
+
+
+def _differing(kept: KeptIndex, fresh: Mapping[str, ClassListing]) -> set[str]:
+    return {
+        name
+        for name, one in fresh.items()
+        if name not in kept.seen
+        or one.name_bytes.tobytes() != class_of_index(kept.index, name, Seen()).name_bytes.tobytes()
+    }
+
+
+def _index_of(place: str, listed: list[ClassListing]) -> SampleIndex:
+    if sum(map(len, listed)):
+        return index_of_classes(place, listed)
+    if not listed:
+        raise _no_class_folders(place)
+    where = shown(redact_text(place))
+    known = ", ".join(suffix.decode() for suffix in IMAGE_SUFFIXES)
+    raise UserError(
+        "no-images",
+        f"{where} has {count(len(listed), 'class folder')} but no images in them",
+        why=f"images are recognised by their suffix: {known}",
+        hint=f"ls '{where}/{shown(listed[0].name)}'",
+    )
+
+
+def _no_class_folders(place: str) -> UserError:
+    where = shown(redact_text(place))
+    flat, _ = files_directly_in(place)
+    if flat:
+        why = (
+            f"it contains {count(flat, 'image')} outside of class folders, and neither {SOLUTION} nor {GROUND_TRUTH} "
+            "is there or above"
+        )
+    else:
+        why = "the class of an image is the name of its folder"
+    return UserError(
+        "no-class-folders",
+        f"{where} has no class folders",
+        why=why,
+        hint=f"the images should be {where}/CLASS/IMAGE.jpg; other layouts: docs/bring-your-data.md",
+    )
+
+
+def _notes(place: str, kept: KeptIndex) -> Iterator[str]:
+    """Notes for the user each time the data is opened."""
+    index, where = kept.index, shown(redact_text(place))
+    if is_url(place) and kept.made_ns:
+        made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(kept.made_ns / 1e9))
+        yield f"the index of {where} is from {made}; later objects are not in it"
+    counts = np.bincount(index.labels, minlength=len(index.classes))
+    if empty := [name for name, images in zip(index.classes, counts.tolist(), strict=True) if not images]:
+        yield f"{count(len(empty), 'class folder')} of {where} without images: {some(empty)}"
+    left_out: Counter[str] = Counter()
+    for seen in kept.seen.values():
+        left_out.update(seen.left_out)
+    if left_out:
+        kinds = some([f"{suffix} ({files:,})" for suffix, files in left_out.most_common()])
+        yield f"{count(left_out.total(), 'file')} of {where} skipped, without the suffix of an image: {kinds}"
+
+
+def _changed_classes(place: str, kept: KeptIndex) -> tuple[list[str], set[str]]:
+    """The current class folders, and those of them that have to be listed (again)."""
+    now = class_names(place)
+    with ThreadPoolExecutor(THREADS) as pool:
+        same = pool.map(lambda name: name in kept.seen and _unchanged(place, kept.seen[name]), now)
+        return now, {name for name, is_same in zip(now, same, strict=True) if not is_same}
+
+
+def _unchanged(place: str, seen: Seen) -> bool:
+    if not seen.folders:
+        return False
+    try:
+        return all(
+            changed is not None and os.stat(f"{place}/{folder}").st_mtime_ns == changed  # noqa: PTH116 - hot, and '' joins
+            for folder, changed in seen.folders.items()
+        )
+    except OSError:
+        return False
+
+
+def files_directly_in(place: str) -> tuple[int, int]:
+    """The number of images and tar files directly in a folder; 0 for a URL."""
+    if is_url(place):
+        return 0, 0
+    with os.scandir(encode_name(place)) as entries:
+        names = [entry.name.lower() for entry in entries if not entry.name.startswith(b".")]
+    return sum(name.endswith(IMAGE_SUFFIXES) for name in names), sum(name.endswith(b".tar") for name in names)
 
 
 def class_names(place: str) -> list[str]:
@@ -185,9 +255,9 @@ def list_objects(objects: Iterable[tuple[str, int]], progress: Advance | None = 
     """The same from (path, size) of every object below a split, in any order."""
     found: dict[bytes, tuple[bytearray, array[int], array[int]]] = {}
     left_out: dict[bytes, Counter[str]] = {}
-    for count, (path, size) in enumerate(objects, 1):
-        if progress is not None and count % 1000 == 0:
-            progress(count, None)
+    for number, (path, size) in enumerate(objects, 1):
+        if progress is not None and number % 1000 == 0:
+            progress(number, None)
         name = encode_name(path)
         class_name, _, rest = name.partition(b"/")
         if not rest or rest.endswith(b"/") or name.startswith(b".") or b"/." in name:

@@ -1,4 +1,4 @@
-"""Opens a split: loads its index from packed shards or from where it is kept, or lists it once, whatever its layout."""
+"""Opens a split: loads its index from packed shards or from where it is kept, or makes it once, whatever its layout."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import hashlib
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from stoker.core.console import Advance, Say, shown, some
 from stoker.core.errors import UserError
@@ -20,50 +17,100 @@ from stoker.core.files import write_bytes
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
-from stoker.tasks.images.layouts.imagenet_labels import GROUND_TRUTH, SOLUTION
+from stoker.tasks.images.layouts.foreign_tars import list_tars
+from stoker.tasks.images.layouts.imagenet import classes_of_images, find_labels
 from stoker.tasks.images.layouts.kept_index import (
     KeptIndex,
     building,
-    cannot_be_saved,
-    changed_classes,
-    index_left_in_data,
+    keep_or_make,
     keeping_folder,
     not_keepable,
-    note_of_left_index,
-    read_kept,
     whole_folder,
-    write_kept,
 )
-from stoker.tasks.images.layouts.layouts import open_labelled_place, told
-from stoker.tasks.images.layouts.listing import (
-    IMAGE_SUFFIXES,
-    ClassListing,
-    Seen,
-    check_folder,
-    class_names,
-    class_of_index,
-    index_of_classes,
-    list_classes,
-    list_objects,
-    split_place,
-)
+from stoker.tasks.images.layouts.listing import CLOCK_TICK_NS, IMAGE_SUFFIXES, files_directly_in, open_class_folders
+from stoker.tasks.images.layouts.parquet_files import list_parquet
 from stoker.tasks.images.layouts.sample_index import (
     META,
     IndexUnreadable,
     SampleIndex,
-    digest_of,
     encode_name,
     load_index,
+    sorted_index,
 )
-from stoker.tasks.images.layouts.splits import FoundSplit, find_split, no_split
+from stoker.tasks.images.layouts.sample_lists import (
+    LabelFileWrong,
+    exists,
+    has_labels,
+    numbered,
+    read_list,
+    rows_of_split,
+)
+from stoker.tasks.images.layouts.splits import (
+    Entries,
+    FoundSplit,
+    check_folder,
+    find_split,
+    list_entries,
+    no_split,
+    split_place,
+)
 from stoker.tasks.images.pack.tar_shards import KEY_DIGITS
 from stoker.tasks.packing import RECORDS
 
 if TYPE_CHECKING:
     from stoker.io.object_store import ObjectStore
 
+METADATA = ("metadata.csv", "metadata.jsonl")
+"""Files in which Hugging Face `datasets` keeps the labels of a folder of images."""
+# Rows of a list that are tried; a wrong data_root is noticed before training, without a request for a million files.
+FILES_TRIED = 16
 # Enough for an array of a hundred million samples; a larger file is not ours.
 MAX_ARRAY_BYTES = 8_000_000_000
+
+
+def open_index(
+    root: str,
+    split: str,
+    *,
+    index_dir: Path | None,
+    progress: Advance | None = None,
+    say: Say | None = None,
+) -> SampleIndex:
+    """The samples of a split of a folder or URL, in any layout: class folders, packed shards, or labels in files.
+
+    The first call lists the class folders (`progress` counts folders, or objects at a URL) and keeps the index; later
+    calls load it, and list only the class folders that changed. `say` gets notes for the user, which are also in
+    `facts["notes"]`. `split=""` opens a root that contains the class folders.
+    """
+    found = FoundSplit("") if not split else find_split(root, split)
+    if found is None and is_url(split_place(root, "")):
+        raise no_split(root, split)
+    folder = split if found is None else found.folder
+    if not is_url(split_place(root, "")):
+        check_folder(root, folder)  # raises if nothing was found
+    assert found is not None
+    place, notes = split_place(root, folder), [] if found.note is None else [found.note]
+    if not found.files:
+        if (packed := open_packed(place, index_dir)) is not None:
+            return _told(packed, [*notes, *packed.facts.get("notes", [])], say)
+        _refuse_unfinished_pack(place)
+    options: Any = {"index_dir": index_dir, "progress": progress, "say": say}
+    if (index := _open_labelled_place(place, found.files, **options)) is not None:
+        return _told(index, [*notes, *index.facts["notes"]], say)
+    index, news = open_class_folders(place, **options)
+    return _told(index, [*notes, *news], say)
+
+
+def check_same_classes(train: SampleIndex, val: SampleIndex) -> None:
+    """Refuses a validation set with classes that are not in the training set."""
+    known = set(train.classes)
+    if strangers := [name for name in val.classes if name not in known]:
+        raise UserError(
+            "classes-differ",
+            f"{val.root} has {count(len(strangers), 'class', 'classes')} that {train.root} lacks: {some(strangers)}",
+            why=f"a network trained on {count(len(known), 'class', 'classes')} cannot predict others",
+            hint="the class folders of train and val must have the same names",
+        )
 
 
 def open_packed(place: str, index_dir: Path | None) -> SampleIndex | None:
@@ -128,15 +175,6 @@ def differing_shard(folder: Path, index: SampleIndex) -> str | None:
                 return f"{name} begins with sample {int(first)}, which belongs before the shards above it"
             last_key = int(first)
     return None
-
-
-def files_directly_in(place: str) -> tuple[int, int]:
-    """The number of images and tar files directly in a folder; 0 for a URL."""
-    if is_url(place):
-        return 0, 0
-    with os.scandir(encode_name(place)) as entries:
-        names = [entry.name.lower() for entry in entries if not entry.name.startswith(b".")]
-    return sum(name.endswith(IMAGE_SUFFIXES) for name in names), sum(name.endswith(b".tar") for name in names)
 
 
 def _packed_in_store(place: str, index_dir: Path | None) -> SampleIndex | None:
@@ -216,172 +254,156 @@ def _changing(place: str, reason: str) -> UserError:
     )
 
 
-def open_index(
+def _open_labelled_place(
+    place: str,
+    files: Sequence[str],
+    *,
+    index_dir: Path | None,
+    progress: Advance | None,
+    say: Say | None,
+) -> SampleIndex | None:
+    """The index of a place with its labels in files; None if it has class folders, or no known layout.
+
+    `files` are those of the place that belong to the split; empty for all."""
+    entries = None if place.startswith(("http://", "https://")) else list_entries(place)
+    if entries is None:
+        return None
+    mine = list(files) or list(entries.files)
+    tars = [name for name in mine if name.endswith(".tar")]
+    parquets = [name for name in mine if name.endswith(".parquet")]
+    metadata = next((name for name in METADATA if name in entries.files), None)
+    flat = [name for name in mine if encode_name(name.lower()).endswith(IMAGE_SUFFIXES)]
+
+    def opened(kind: str, depends_on: Sequence[str], make: Callable[[], SampleIndex]) -> SampleIndex:
+        return _keep_or_make(place, kind, _states(place, depends_on, entries), make, index_dir, say)
+
+    if metadata is not None and (files or not parquets) and has_labels(f"{place}/{metadata}"):
+        note = f"labels of {shown(redact_text(place))} from its {metadata}, as in Hugging Face datasets"
+        path = f"{place}/{metadata}"
+        return opened(metadata, [metadata], lambda: _told(_index_of_list(path, place, ""), [note], None))
+    if entries.folders and not files:
+        return None
+    if tars:
+        return opened("tar " + " ".join(files), tars, lambda: list_tars(place, tars, progress))
+    if parquets:
+        return opened("parquet " + " ".join(files), parquets, lambda: list_parquet(place, parquets, progress))
+    labels = find_labels(place) if flat else None
+    if labels is None:
+        return None
+    return opened("flat", ["", labels], lambda: _index_of_flat(place, flat, labels))
+
+
+def open_list(
+    path: str,
     root: str,
     split: str,
     *,
     index_dir: Path | None,
-    progress: Advance | None = None,
-    rebuild: bool = False,
     say: Say | None = None,
 ) -> SampleIndex:
-    """The samples of a split of a folder or URL, in any layout: class folders, packed shards, or labels in files.
-
-    The first call lists the class folders (`progress` counts folders, or objects at a URL) and keeps the index; later
-    calls load it, and list only the class folders that changed. A URL is listed again only with `rebuild`. `say` gets
-    notes for the user, which are also in `facts["notes"]`. `split=""` opens a root that contains the class folders.
-    """
-    found = FoundSplit("") if not split else find_split(root, split)
-    if found is None and is_url(split_place(root, "")):
-        raise no_split(root, split)
-    folder = split if found is None else found.folder
-    if not is_url(split_place(root, "")):
-        check_folder(root, folder)  # raises if nothing was found
-    assert found is not None
-    place, notes = split_place(root, folder), [] if found.note is None else [found.note]
-    if not found.files:
-        if (packed := open_packed(place, index_dir)) is not None:
-            return told(packed, [*notes, *packed.facts.get("notes", [])], say)
-        _refuse_unfinished_pack(place)
-    options: Any = {"index_dir": index_dir, "progress": progress, "rebuild": rebuild, "say": say}
-    if (index := open_labelled_place(place, found.files, **options)) is not None:
-        return told(index, [*notes, *index.facts.get("notes", [])], say)
-    kept, news = _open_kept_or_list(place, index_dir, progress, rebuild, say)
-    return told(kept.index, [*notes, *news, *_notes(place, kept)], say)
+    """The index of the rows of a list that belong to a split ("" for all); paths in it are relative to the root."""
+    file, root = _find_list(path, root), split_place(root, "")
+    make = lambda: _index_of_list(file, root, split)  # noqa: E731
+    index = _keep_or_make(root, f"list {file} {split}", _states("", [file], None), make, index_dir, say)
+    return _told(index, index.facts["notes"], say)
 
 
-def check_same_classes(train: SampleIndex, val: SampleIndex) -> None:
-    """Refuses a validation set with classes that are not in the training set."""
-    known = set(train.classes)
-    if strangers := [name for name in val.classes if name not in known]:
+def list_splits(path: str, root: str) -> list[str]:
+    """The splits that a list has: train and val, or "" if it has no column of splits."""
+    file, root = _find_list(path, root), split_place(root, "")
+    samples = read_list(file, root)
+    return (
+        [split for split in ("train", "val") if rows_of_split(file, samples, split)[0]] if samples.has_splits else [""]
+    )
+
+
+def _find_list(path: str, root: str) -> str:
+    if is_url(path):
+        return path
+    places = dict.fromkeys([split_place(root, path), os.path.abspath(os.path.expanduser(path))])  # noqa: PTH100, PTH111
+    found = next((place for place in places if exists(place)), None)
+    if found is None:
         raise UserError(
-            "classes-differ",
-            f"{val.root} has {count(len(strangers), 'class', 'classes')} that {train.root} lacks: {some(strangers)}",
-            why=f"a network trained on {count(len(known), 'class', 'classes')} cannot predict others",
-            hint="the class folders of train and val must have the same names",
+            "list-not-found",
+            f"there is no {' and no '.join(redact_text(place) for place in places)}",
+            why="the images and their labels are listed in it",
+            hint="a path relative to data_root or to the current folder",
         )
+    return found
 
 
-def _open_kept_or_list(
-    place: str, index_dir: Path | None, progress: Advance | None, rebuild: bool, say: Say | None
-) -> tuple[KeptIndex, list[str]]:
-    if not is_url(place) and not class_names(place):
-        raise _no_class_folders(place)
-    keep = keeping_folder(place, index_dir)
-    damage: list[str] = []
-    before = read_kept(keep, place, damage)
-    if before is not None and not rebuild and _still_holds(place, before):
-        return before, _about_left_index(place, keep)
-    # An earlier version's index saves listing folders that have not changed since.
-    known = None if rebuild else before or index_left_in_data(place)
-    listed: list[ClassListing] = []
-    try:
-        with building(keep, say):
-            # Another process may have done the work while we waited for the lock.
-            kept = read_kept(keep, place)
-            is_new = kept is not None and (before is None or kept.made_ns != before.made_ns)
-            if kept is not None and (is_new or not rebuild) and _still_holds(place, kept):
-                return kept, _about_left_index(place, keep)
-            listed, news = _list(place, None if rebuild else kept or known, progress)
-            kept = write_kept(keep, _index_of(place, listed), listed)
-            return kept, [*damage, *news, *_about_left_index(place, keep)]
-    except OSError as error:
-        if index_dir is not None:
-            raise not_keepable(place, index_dir, error) from None
-        trouble = error
-    if not listed:
-        listed, news = _list(place, known, progress)
-    index = _index_of(place, listed)
-    kept = KeptIndex(replace(index, digest=digest_of(index)), {one.name: one.seen for one in listed}, 0)
-    return kept, [*damage, *news, cannot_be_saved(trouble), *_about_left_index(place, keep)]
+def _index_of_list(path: str, root: str, split: str) -> SampleIndex:
+    samples = read_list(path, root)
+    rows, notes = rows_of_split(path, samples, split)
+    if not rows:
+        raise UserError("split-not-found", f"{redact_text(path)} has no rows of the split {split}")
+    if not is_url(root):
+        tried = rows[:: max(1, len(rows) // FILES_TRIED)]
+        if not any(os.path.exists(os.path.join(root, row.path)) for row in tried):  # noqa: PTH110, PTH118
+            hint = f"paths are relative to data_root: is {shown(root)} right?"
+            raise LabelFileWrong(path, tried[0].line, f"{shown(tried[0].path)} does not exist", hint)
+    facts = {"layout": "list", "has_splits": samples.has_splits, "notes": notes}
+    return sorted_index(root, *numbered([row.label for row in rows]), [row.path for row in rows], facts)
 
 
-def _about_left_index(place: str, keep: Path) -> list[str]:
-    note = note_of_left_index(place, keep)
-    return [] if note is None else [note]
-
-
-def _still_holds(place: str, kept: KeptIndex) -> bool:
-    if is_url(place):
-        return True
-    now, changed = changed_classes(place, kept)
-    return not changed and tuple(now) == kept.index.classes
-
-
-def _list(place: str, kept: KeptIndex | None, progress: Advance | None) -> tuple[list[ClassListing], list[str]]:
-    """All classes, listing only those that changed, and a note about the changes."""
-    if is_url(place):
-        from stoker.io.object_store import open_object_store
-
-        return list_objects(open_object_store(place).list(), progress), []
-    if kept is None:
-        return list_classes(place, class_names(place), progress), []
-    now, changed = changed_classes(place, kept)
-    fresh = {one.name: one for one in list_classes(place, [name for name in now if name in changed], progress)}
-    listed = [fresh[name] if name in fresh else class_of_index(kept.index, name, kept.seen[name]) for name in now]
-    differing = _differing(kept, fresh) | (set(kept.index.classes) - set(now))
-    if not differing:
-        return listed, []  # the folders were only touched, or too recent to be sure
-    return listed, [
-        f"the index of {place} was out of date: {count(len(differing), 'class folder')} changed "
-        f"({some(sorted(differing))}) and {'was' if len(differing) == 1 else 'were'} listed again"
-    ]
-
-
-def _differing(kept: KeptIndex, fresh: Mapping[str, ClassListing]) -> set[str]:
-    return {
-        name
-        for name, one in fresh.items()
-        if name not in kept.seen
-        or one.name_bytes.tobytes() != class_of_index(kept.index, name, Seen()).name_bytes.tobytes()
-    }
-
-
-def _index_of(place: str, listed: list[ClassListing]) -> SampleIndex:
-    if sum(map(len, listed)):
-        return index_of_classes(place, listed)
-    if not listed:
-        raise _no_class_folders(place)
-    where = shown(redact_text(place))
-    known = ", ".join(suffix.decode() for suffix in IMAGE_SUFFIXES)
-    raise UserError(
-        "no-images",
-        f"{where} has {count(len(listed), 'class folder')} but no images in them",
-        why=f"images are recognised by their suffix: {known}",
-        hint=f"ls '{where}/{shown(listed[0].name)}'",
+def _index_of_flat(place: str, names: Sequence[str], labels_file: str) -> SampleIndex:
+    classes = classes_of_images(labels_file, names)
+    note = (
+        f"{count(len(names), 'image')} of {shown(redact_text(place))}: classes from {shown(redact_text(labels_file))}"
     )
+    labels = numbered([classes[name] for name in names])
+    return sorted_index(place, *labels, names, {"layout": "flat", "notes": [note]})
 
 
-def _no_class_folders(place: str) -> UserError:
-    where = shown(redact_text(place))
-    flat, _ = files_directly_in(place)
-    if flat:
-        why = (
-            f"it contains {count(flat, 'image')} outside of class folders, and neither {SOLUTION} nor {GROUND_TRUTH} "
-            "is there or above"
-        )
-    else:
-        why = "the class of an image is the name of its folder"
-    return UserError(
-        "no-class-folders",
-        f"{where} has no class folders",
-        why=why,
-        hint=f"the images should be {where}/CLASS/IMAGE.jpg; other layouts: docs/bring-your-data.md",
+def _keep_or_make(
+    place: str,
+    kind: str,
+    state: dict[str, Any],
+    make: Callable[[], SampleIndex],
+    index_dir: Path | None,
+    say: Say | None,
+) -> SampleIndex:
+    """The index kept for files in this state, else a new one; `kind` distinguishes indexes of parts of a place."""
+    source = {"kind": kind, "state": state}
+    kept, notes = keep_or_make(
+        place,
+        lambda _before: (KeptIndex(make(), source=source), []),
+        lambda kept: kept.source == source and None not in state.values(),
+        kind=kind,
+        index_dir=index_dir,
+        say=say,
     )
+    index = kept.index
+    return replace(index, facts={**index.facts, "notes": [*index.facts["notes"], *notes]})
 
 
-def _notes(place: str, kept: KeptIndex) -> Iterator[str]:
-    """Notes for the user each time the data is opened."""
-    index, where = kept.index, shown(redact_text(place))
-    if is_url(place) and kept.made_ns:
-        made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(kept.made_ns / 1e9))
-        yield f"the index of {where} is from {made}; later objects are not in it"
-    counts = np.bincount(index.labels, minlength=len(index.classes))
-    if empty := [name for name, images in zip(index.classes, counts.tolist(), strict=True) if not images]:
-        yield f"{count(len(empty), 'class folder')} of {where} without images: {some(empty)}"
-    left_out: Counter[str] = Counter()
-    for seen in kept.seen.values():
-        left_out.update(seen.left_out)
-    if left_out:
-        kinds = some([f"{suffix} ({files:,})" for suffix, files in left_out.most_common()])
-        yield f"{count(left_out.total(), 'file')} of {where} skipped, without the suffix of an image: {kinds}"
+def _states(place: str, names: Sequence[str], entries: Entries | None) -> dict[str, Any]:
+    """What shows that a file has been replaced: its size and time, or its version in an object store; None if it is so
+    recent that it could change again unnoticed."""
+    states: dict[str, Any] = {}
+    for name in names:
+        if entries is not None and is_url(place) and name in ("", *entries.versions):
+            everything = hashlib.blake2b("\n".join(entries.files).encode(), digest_size=8).hexdigest()
+            states[name] = list(entries.versions[name]) if name else everything
+            continue
+        path = name if name.startswith("/") or is_url(name) or not place else f"{place}/{name}".rstrip("/")
+        if is_url(path):
+            folder, _, file = path.rpartition("/")
+            siblings = list_entries(folder)
+            states[name] = list(siblings.versions[file]) if siblings and file in siblings.versions else None
+            continue
+        try:
+            found = os.stat(path)  # noqa: PTH116
+        except OSError as error:
+            raise UserError("data-not-readable", f"{shown(path)}: {error.strerror}", hint="ls -l the folder") from None
+        recent = found.st_mtime_ns > time.time_ns() - CLOCK_TICK_NS
+        states[name] = None if recent else [found.st_size, found.st_mtime_ns]
+    return states
+
+
+def _told(index: SampleIndex, notes: Sequence[str], say: Say | None) -> SampleIndex:
+    """The index with these notes for the user, which are printed."""
+    if say is not None:
+        for note in notes:
+            say(note)
+    return replace(index, facts={**index.facts, "notes": list(notes)})

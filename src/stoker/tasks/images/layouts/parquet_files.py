@@ -23,9 +23,8 @@ from stoker.core.units import count, size_text
 from stoker.io.cache import CachedStore, CopyPlace
 from stoker.io.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, Store, open_store
 from stoker.tasks.images.layouts.foreign_tars import open_range
-from stoker.tasks.images.layouts.imagenet_labels import LabelFileWrong
-from stoker.tasks.images.layouts.sample_index import SampleIndex, encode_name, pack_names
-from stoker.tasks.images.layouts.sample_lists import LABEL_COLUMNS, class_order
+from stoker.tasks.images.layouts.sample_index import SampleIndex, sorted_index
+from stoker.tasks.images.layouts.sample_lists import LABEL_COLUMNS, LabelFileWrong, numbered
 
 LAYOUT = "parquet"
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes")
@@ -57,7 +56,7 @@ def list_parquet(place: str, files: Sequence[str], progress: Advance | None = No
     """The index of all rows of these files; progress counts files. Images are not read."""
     _pyarrow(place)
     store = open_store(place)
-    names: list[bytes] = []
+    names: list[str] = []
     labels: list[str] = []
     shard_of: list[int] = []
     offsets: list[int] = []
@@ -74,7 +73,7 @@ def list_parquet(place: str, files: Sequence[str], progress: Advance | None = No
             found, paths, group_bytes = opened.labels_of(group)
             first = sum(opened.rows[:group])
             labels += found
-            names += [encode_name(_row_name(file, first + row, path)) for row, path in enumerate(paths)]
+            names += [_row_name(file, first + row, path) for row, path in enumerate(paths)]
             shard_of += [number] * len(found)
             offsets += [(group << ROW_BITS) + row for row in range(len(found))]
             largest, total_bytes = max(largest, group_bytes), total_bytes + group_bytes
@@ -83,10 +82,6 @@ def list_parquet(place: str, files: Sequence[str], progress: Advance | None = No
             progress(number + 1, len(files))
     if not labels:
         raise UserError("no-images", f"{shown(redact_text(place))}: the parquet files have no rows")
-    classes = declared if declared is not None else class_order(labels)
-    number_of = {name: at for at, name in enumerate(classes)}
-    values = np.array([number_of[label] for label in labels], np.int32)
-    order = sorted(range(len(labels)), key=lambda at: (values[at], names[at]))
     notes = []
     if total_bytes > KEPT_BYTES:
         per_group = len(labels) / max(1, len(set(zip(shard_of, (o >> ROW_BITS for o in offsets), strict=True))))
@@ -95,20 +90,15 @@ def list_parquet(place: str, files: Sequence[str], progress: Advance | None = No
             f"({size_text(largest)}) has to be decompressed, so training would be slow: "
             "`stoker pack SRC DST` reads each once"
         )
-    return SampleIndex(
+    about = {"version": version.hexdigest(), "mean_bytes": total_bytes / len(labels)}
+    return sorted_index(
         place,
-        classes,
-        values[order],
-        *pack_names([names[at] for at in order]),
-        shards=tuple(files),
-        shard_of=np.array(shard_of, np.int32)[order],
-        offsets=np.array(offsets, np.int64)[order],
-        facts={
-            "layout": LAYOUT,
-            "notes": notes,
-            "version": version.hexdigest(),
-            "mean_bytes": total_bytes / len(labels),
-        },
+        *numbered(labels, declared),
+        names,
+        {"layout": LAYOUT, "notes": notes, **about},
+        shards=files,
+        shard_of=shard_of,
+        offsets=offsets,
     )
 
 

@@ -157,6 +157,23 @@ def load_index(folder: Path) -> SampleIndex:
     return index
 
 
+def sorted_index(
+    root: str,
+    classes: tuple[str, ...],
+    labels: NDArray[np.int32],
+    names: Sequence[str],
+    facts: dict[str, Any],
+    shards: Sequence[str] = (),
+    **columns: Sequence[int],
+) -> SampleIndex:
+    """An index of samples in any order, sorted by class and name as class folders are; `columns` are other arrays."""
+    numbers, encoded = labels.tolist(), [encode_name(name) for name in names]
+    order = sorted(range(len(encoded)), key=lambda at: (numbers[at], encoded[at]))
+    packed = pack_names([encoded[at] for at in order])
+    arrays: dict[str, Any] = {name: np.array(values, _ARRAYS[name])[order] for name, values in columns.items()}
+    return SampleIndex(root, classes, labels[order], *packed, shards=tuple(shards), facts=facts, **arrays)
+
+
 def part_of(index: SampleIndex, indices: NDArray[np.int64]) -> SampleIndex:
     """An index of only some samples, in the same order; its samples are renumbered."""
     lengths = np.diff(index.name_ends, prepend=0)

@@ -1,4 +1,4 @@
-"""Lists of images and their labels: a CSV or JSON Lines file with a row for each image."""
+"""Files of labels, and lists: a CSV or JSON Lines file with a row for each image."""
 
 from __future__ import annotations
 
@@ -8,20 +8,67 @@ import json
 import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.core.console import shown, some
+from stoker.core.errors import UserError
+from stoker.core.redact import redact_text
 from stoker.core.units import count
-from stoker.tasks.images.layouts.imagenet_labels import LabelFileWrong, read_text
-from stoker.tasks.images.layouts.sample_index import SampleIndex, encode_name, pack_names
+from stoker.io.stores import ReadFailure, is_url, open_store
+from stoker.tasks.images.layouts.sample_index import encode_name
 from stoker.tasks.images.layouts.splits import SPLIT_NAMES
 
 PATH_COLUMNS = ("path", "image", "filename", "file_name", "file", "image_path", "filepath")
 LABEL_COLUMNS = ("label", "class", "class_name", "category", "target")
 SPLIT_COLUMNS = ("split", "set", "subset", "partition")
 SPLITS = {"train": ("train", "training"), "val": (*SPLIT_NAMES["val"], "dev")}
+
+
+class LabelFileWrong(UserError):
+    """A file of labels that cannot be trusted, with the line at fault."""
+
+    def __init__(self, path: str, line: int | None, seen: str, hint: str) -> None:
+        where = f"{redact_text(path)}, line {line:,}" if line is not None else redact_text(path)
+        super().__init__("labels-unusable", f"{where}: {seen}", why="images would get wrong classes", hint=hint)
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or object."""
+    if not is_url(path):
+        return Path(path).is_file()
+    folder, _, name = path.rpartition("/")
+    try:
+        open_store(folder).size_of(name)
+    except ReadFailure:
+        return False
+    return True
+
+
+def read_text(path: str) -> str:
+    """A file's text, or an object's; a byte order mark is dropped."""
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise LabelFileWrong(path, line, "it is not UTF-8 text", "save it as UTF-8") from None
+
+
+def read_bytes(path: str) -> bytes:
+    """The content of a file or object; raises UserError."""
+    folder, _, name = path.rpartition("/")
+    try:
+        return bytes(open_store(folder or "/").read(name))
+    except ReadFailure as failure:
+        raise UserError(
+            "data-not-readable",
+            f"{redact_text(path)} cannot be read: {failure.detail or failure.reason}",
+            why="the classes of the images are in it",
+            hint="check its name and permissions",
+        ) from None
 
 
 class ListedSample(NamedTuple):
@@ -93,24 +140,19 @@ def rows_of_split(path: str, samples: SampleList, split: str) -> tuple[list[List
     return [row for row in samples.rows if row.split == name], notes
 
 
-def class_order(labels: Sequence[str]) -> tuple[str, ...]:
-    """The classes of these labels: sorted as class folders are, or by number if all are numbers."""
-    classes = set(labels)
-    if all(label.isascii() and label.isdigit() for label in classes):
-        return tuple(sorted(classes, key=lambda label: (int(label), label)))
-    return tuple(sorted(classes, key=encode_name))
-
-
-def index_of_labels(
-    root: str, names: Sequence[str], labels: Sequence[str], classes: tuple[str, ...], facts: dict[str, object]
-) -> SampleIndex:
-    """An index of files with these labels; sorted by class and name, as class folders are."""
+def numbered(
+    labels: Sequence[str], classes: tuple[str, ...] | None = None
+) -> tuple[tuple[str, ...], NDArray[np.int32]]:
+    """The classes of these labels, and the number of each label's class. Unless given, classes are sorted as class
+    folders are, or by number if all are numbers."""
+    if classes is None:
+        found = set(labels)
+        if all(label.isascii() and label.isdigit() for label in found):
+            classes = tuple(sorted(found, key=lambda label: (int(label), label)))
+        else:
+            classes = tuple(sorted(found, key=encode_name))
     number_of = {name: number for number, name in enumerate(classes)}
-    numbers = np.array([number_of[label] for label in labels], np.int32)
-    encoded = [encode_name(name) for name in names]
-    order = sorted(range(len(encoded)), key=lambda at: (numbers[at], encoded[at]))
-    packed = pack_names([encoded[at] for at in order])
-    return SampleIndex(root, classes, numbers[order], *packed, facts=dict(facts))
+    return classes, np.array([number_of[label] for label in labels], np.int32)
 
 
 def _records(path: str) -> Iterator[tuple[int, dict[str, str | None]]]:

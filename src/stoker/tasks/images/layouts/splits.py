@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
-from stoker.core.console import shown
-from stoker.core.errors import UserError
+from stoker.core.console import shown, some
+from stoker.core.errors import UserError, did_you_mean
 from stoker.core.redact import redact_text
 from stoker.io.stores import StoreDown, is_url
-from stoker.tasks.images.layouts.listing import not_readable, split_place
 from stoker.tasks.images.layouts.sample_index import decode_name, encode_name
 
 SPLIT_NAMES = {"train": ("train",), "val": ("val", "valid", "validation", "test")}
@@ -48,12 +51,73 @@ class FoundSplit:
     """What the user should know about the choice."""
 
 
+def split_place(root: str, split: str) -> str:
+    """The folder or URL of a split; `split=""` is the root itself."""
+    if root.startswith("file://"):
+        root = unquote(urlsplit(root).path)
+    if is_url(root):
+        return f"{root.rstrip('/')}/{split}".rstrip("/")
+    # Absolute: a worker may have another working directory.
+    return os.path.abspath(os.path.join(os.path.expanduser(root), split))  # noqa: PTH100, PTH118, PTH111
+
+
+def check_folder(root: str, split: str) -> None:
+    """Raises UserError if a split does not exist, and says what does."""
+    place = split_place(root, split)
+    try:
+        if stat.S_ISDIR(os.stat(place).st_mode):  # noqa: PTH116 - Path.is_dir hides what went wrong
+            return
+        raise UserError("data-not-found", f"{shown(place)} is a file, not a folder", hint="data_root=FOLDER")
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise not_readable(place, error) from None
+    base = Path(split_place(root, ""))
+    if base.is_dir():
+        there = _names_in(base)
+        raise UserError(
+            "split-not-found",
+            f"{shown(str(base))} has no folder {shown(split)}",
+            why=f"it contains {some(there)}" if there else "it is empty",
+            hint=did_you_mean(split, there) or f"data_root must contain {split}/CLASS/IMAGE.jpg",
+        )
+    existing = base
+    while not existing.is_dir() and existing != existing.parent:
+        existing = existing.parent
+    missing = base.relative_to(existing).parts[0]
+    there = _names_in(existing)
+    raise UserError(
+        "data-not-found",
+        f"{shown(str(base))} does not exist",
+        why=f"{existing} exists and contains {some(there)}" if there else f"{existing} exists and is empty",
+        # Names in a folder are not chosen to differ: two changed letters make another word, and /nope is not /home.
+        hint=did_you_mean(missing, there, most_edits=1) or "data_root=FOLDER",
+    )
+
+
+def not_readable(path: str, error: OSError) -> UserError:
+    """The error for a folder that exists and cannot be listed."""
+    return UserError(
+        "data-not-readable",
+        f"{shown(path)} cannot be listed: {error.strerror or error}",
+        why="all samples must be listed before training can start",
+        hint=f"ls -ld {shlex.quote(path)}" if path.isprintable() else None,
+    )
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        return []
+
+
 def list_entries(place: str) -> Entries | None:
     """What a place contains; None if it does not exist."""
     if is_url(place):
-        from stoker.io.object_store import open_object_store
+        from stoker.io.object_store import ObjectStore
 
-        folders, objects = open_object_store(place).entries()
+        folders, objects = ObjectStore(place).entries()
         if not folders and not objects:
             return None  # an object store has no empty folders
         return Entries(tuple(folders), tuple(objects), objects)

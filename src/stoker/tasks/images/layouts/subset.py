@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,23 +16,7 @@ from numpy.typing import NDArray
 from stoker.core.console import some
 from stoker.core.errors import UserError, did_you_mean
 from stoker.core.units import count
-from stoker.tasks.images.layouts.sample_index import SampleIndex, encode_name
-
-
-@dataclass(frozen=True)
-class Subset:
-    """The chosen samples of an index."""
-
-    indices: NDArray[np.int64]
-    """Ascending."""
-    labels: NDArray[np.int32]
-    """Their classes, numbered as in `classes`."""
-    classes: tuple[str, ...]
-    """Names of the chosen classes, in the order of the index."""
-    seed: int = 0
-
-    def __len__(self) -> int:
-        return len(self.indices)
+from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, encode_name
 
 
 def choose_subset(
@@ -44,7 +27,7 @@ def choose_subset(
     seed: int,
     names: Sequence[str] | None = None,
     among: NDArray[np.int64] | None = None,
-) -> Subset:
+) -> SampleSet:
     """A subset of this many classes and images per class; None means all. `names` gives the classes instead: for
     validation, those of the training subset, so that both number them alike. `among` are the samples to choose from,
     ascending; None means all."""
@@ -57,7 +40,7 @@ def choose_subset(
     indices = np.flatnonzero(labels >= 0) if among is None else among[labels[among] >= 0]
     if per_class is not None:
         indices = _choose_images(index, indices, per_class, seed)
-    return Subset(indices, labels[indices], chosen, seed)
+    return SampleSet(index, chosen, indices, labels[indices])
 
 
 def split_samples(index: SampleIndex, fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -73,15 +56,20 @@ def split_samples(index: SampleIndex, fraction: float, seed: int) -> tuple[NDArr
     return np.setdiff1d(np.arange(len(index), dtype=np.int64), val), val.astype(np.int64)
 
 
-def subset_record(train: Subset, val: Subset | None) -> dict[str, Any]:
+def subset_record(train: SampleSet, val: SampleSet | None, seed: int) -> dict[str, Any]:
     """The content of `subset.json`; null for a missing validation set."""
-    counts = {"train": _counts(train), "val": None if val is None else _counts(val)}
+    splits = {"train": train, "val": val}
     return {
-        "seed": train.seed,
+        "seed": seed,
         "classes": list(train.classes),
-        "samples": {"train": len(train), "val": None if val is None else len(val)},
-        "per_class": {split: None if found is None else found.tolist() for split, found in counts.items()},
+        "samples": {split: None if found is None else len(found) for split, found in splits.items()},
+        "per_class": {split: None if found is None else _counts(found) for split, found in splits.items()},
     }
+
+
+def _counts(samples: SampleSet) -> list[int]:
+    counts: list[int] = np.bincount(samples.labels(np.arange(len(samples))), minlength=len(samples.classes)).tolist()
+    return counts
 
 
 def _choose_classes(index: SampleIndex, wanted: int | None, seed: int) -> tuple[str, ...]:
@@ -124,10 +112,6 @@ def _lowest(index: SampleIndex, samples: NDArray[np.int64], wanted: int, seed: i
     """The samples whose names have the smallest hashes."""
     ranks = [_rank(seed, kind, encode_name(index.name(sample))) for sample in samples.tolist()]
     return samples[np.argsort(np.array(ranks, np.uint64), kind="stable")[:wanted]]
-
-
-def _counts(subset: Subset) -> NDArray[np.int64]:
-    return np.bincount(subset.labels, minlength=len(subset.classes))
 
 
 def _rank(seed: int, kind: bytes, name: bytes) -> int:

@@ -25,9 +25,8 @@ import numpy as np
 from stoker.core.errors import UsageError, UserError
 from stoker.core.files import write_text
 from stoker.io.stores import is_url
-from stoker.tasks.images.layouts.listing import check_folder
-from stoker.tasks.images.layouts.sample_index import META, SampleIndex, save_index
-from stoker.tasks.images.layouts.splits import find_split
+from stoker.tasks.images.layouts.sample_index import META, SampleIndex, part_of, save_index
+from stoker.tasks.images.layouts.splits import check_folder, find_split
 from stoker.tasks.images.pack.tar_shards import END, read_record, sample_footprint
 from stoker.tasks.packing import RECORDS, PackWords, check_options, claim_destination, options_of, read_about
 
@@ -191,27 +190,22 @@ def write_pack_index(index: SampleIndex, pack: PackFolder, options: dict[str, An
         facts.append({"name": record.name, "bytes": record.bytes, "samples": len(record.samples), "xxh3": record.xxh3})
     packed = np.flatnonzero(shard_of >= 0)
     assert len(packed) + skipped == len(index), "every sample is packed or listed as skipped"
-    lengths = np.diff(index.name_ends, prepend=0)
-    saved = save_index(
-        SampleIndex(
-            root=".",  # this folder: a pack may be moved, and is the same wherever it is made
-            classes=index.classes,
-            labels=np.asarray(index.labels)[packed],
-            name_bytes=np.asarray(index.name_bytes)[np.repeat(shard_of >= 0, lengths)],
-            name_ends=np.cumsum(lengths[packed]),
-            sizes=sizes[packed],
-            shards=tuple(fact["name"] for fact in facts),
-            shard_of=shard_of[packed],
-            offsets=offsets[packed],
-            facts={
-                "packed_with": options,
-                "source_fingerprint": json.loads(pack.about.read_text())["source_fingerprint"],
-                "skipped": skipped,
-                "shards": facts,
-            },
-        ),
-        pack.folder,
+    about = {
+        "packed_with": options,
+        "source_fingerprint": json.loads(pack.about.read_text())["source_fingerprint"],
+        "skipped": skipped,
+        "shards": facts,
+    }
+    packed_index = replace(
+        part_of(index, packed),
+        root=".",  # this folder: a pack may be moved, and is the same wherever it is made
+        sizes=sizes[packed],
+        shards=tuple(fact["name"] for fact in facts),
+        shard_of=shard_of[packed],
+        offsets=offsets[packed],
+        facts=about,
     )
+    saved = save_index(packed_index, pack.folder)
     _check_sums(saved, pack)
     return replace(saved, root=str(pack.folder))
 

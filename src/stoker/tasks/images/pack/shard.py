@@ -43,15 +43,27 @@ EXTENSIONS = {"jpeg": "jpg", "tiff": "tif"}
 
 
 @dataclass(frozen=True)
-class Reencoding:
-    """How each image is changed; by default it is not."""
+class PackOptions:
+    """Everything that determines the content of the shards; by default no image is changed."""
 
+    shard_bytes: int = 256_000_000
+    """The maximum size of a shard. Images that are re-encoded count with the source's bytes, which are known
+    beforehand: their shards turn out smaller."""
     longest: int | None = None
     """Pixels of the longer side, at most."""
     shortest: int | None = None
     """Pixels of the shorter side, at most; excludes `longest`."""
     quality: int | None = None
     """JPEG quality of every image; None keeps the bytes of images that need no resizing."""
+
+    @property
+    def changes_images(self) -> bool:
+        return (self.longest, self.shortest, self.quality) != (None, None, None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As they are recorded and spelled."""
+        sides = {"longest": self.longest, "shortest": self.shortest}
+        return {"shard_size": f"{self.shard_bytes}B", **sides, "quality": self.quality}
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing: never larger than before."""
@@ -68,7 +80,7 @@ class Encoded(NamedTuple):
     data: bytes
 
 
-def prepare(data: bytes, how: Reencoding) -> Encoded:
+def prepare(data: bytes, how: PackOptions) -> Encoded:
     """The bytes to pack; raises BadImage. The same input gives the same bytes with the same library versions."""
     header = read_header(data, MAX_PIXELS)
     stored = header.stored_width, header.stored_height
@@ -118,7 +130,7 @@ class ShardSource:
 
     index: SampleIndex
     pack: PackFolder
-    reencoding: Reencoding
+    options: PackOptions
 
 
 @dataclass(frozen=True)
@@ -178,13 +190,13 @@ def make_shard(source: ShardSource, task: ShardTask, report: Report) -> ShardDon
 
 def sampled_ratio(source: ShardSource, tasks: list[ShardTask]) -> float:
     """Estimated output bytes per input byte, from a few samples; 1 if nothing is re-encoded."""
-    if source.reencoding == Reencoding() or not tasks:
+    if not source.options.changes_images or not tasks:
         return 1.0
     task = tasks[0]
     before = after = 0
     for _, size, data in _read_ahead(source.index, task.samples[:SAMPLED], task.sizes[:SAMPLED]):
         try:
-            after += len(prepare(_checked(data), source.reencoding).data)
+            after += len(prepare(_checked(data), source.options).data)
             before += size
         except BadImage:
             continue
@@ -200,7 +212,7 @@ def _write(source: ShardSource, task: ShardTask, report: Report) -> ShardRecord:
         found = _read_ahead(source.index, task.samples, task.sizes)
         for key, (sample, _, data) in enumerate(found, task.first_key):
             try:
-                image = prepare(_checked(data), source.reencoding)
+                image = prepare(_checked(data), source.options)
             except BadImage as error:
                 bad = {"sample": sample, "name": source.index.name(sample), "reason": error.reason}
                 writer.record.skipped.append(bad)
@@ -238,7 +250,7 @@ def _kept(source: ShardSource, task: ShardTask) -> ShardRecord | None:
     left_out = np.array(sorted(skipped), np.int64)
     for _, _, data in _read_ahead(source.index, left_out, np.zeros_like(left_out)):
         try:
-            prepare(_checked(data), source.reencoding)
+            prepare(_checked(data), source.options)
         except BadImage:
             continue
         return None

@@ -33,7 +33,7 @@ from stoker.io import outage
 from stoker.loader.sampler import permute
 from stoker.profile.host import HostConfig, usable_cpus
 from stoker.tasks.images.data import open_split
-from stoker.tasks.images.layouts.layouts import list_splits
+from stoker.tasks.images.layouts.opening import list_splits
 from stoker.tasks.images.layouts.parquet_files import LAYOUT, row_groups, sizes_of_images
 from stoker.tasks.images.layouts.sample_index import SampleIndex, digest_of, part_of
 from stoker.tasks.images.pack.pack_folder import (
@@ -49,34 +49,13 @@ from stoker.tasks.images.pack.pack_folder import (
     source_index_folder,
     write_pack_index,
 )
-from stoker.tasks.images.pack.shard import Reencoding, ShardDone, ShardSource, ShardTask, make_shards, sampled_ratio
+from stoker.tasks.images.pack.shard import PackOptions, ShardDone, ShardSource, ShardTask, make_shards, sampled_ratio
 from stoker.tasks.images.pack.tar_shards import END, sample_footprint
 from stoker.tasks.packing import check_destination, check_space, list_bad, make_parts
 
 # Part of the format: another value gives different shards.
 ORDER_KEY = 20240229
-DEFAULT_SHARD_BYTES = 256_000_000
 STAT_THREADS = 16
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """Everything that determines the content of the shards."""
-
-    shard_bytes: int = DEFAULT_SHARD_BYTES
-    """The maximum size of a shard. Images that are re-encoded count with the source's bytes, which are known
-    beforehand: their shards turn out smaller."""
-    longest: int | None = None
-    shortest: int | None = None
-    quality: int | None = None
-
-    @property
-    def reencoding(self) -> Reencoding:
-        return Reencoding(self.longest, self.shortest, self.quality)
-
-    def as_dict(self) -> dict[str, Any]:
-        parts = {k: v for k, v in asdict(self).items() if k != "shard_bytes"}
-        return {"shard_size": f"{self.shard_bytes}B"} | parts
 
 
 @dataclass(frozen=True)
@@ -116,7 +95,7 @@ def pack(
 
 def _options(shard_size: str | None, longest: int | None, shortest: int | None, quality: int | None) -> PackOptions:
     try:
-        shard_bytes = DEFAULT_SHARD_BYTES if shard_size is None else parse_bytes(shard_size)
+        shard_bytes = PackOptions.shard_bytes if shard_size is None else parse_bytes(shard_size)
     except ValueError as error:
         raise _usage(f"--shard-size: {error}", "--shard-size 256MB") from None
     if shard_bytes < 1:
@@ -158,7 +137,12 @@ def pack_splits(
                 index = index if among is None else part_of(index, among)
             say_notes(notes)
             if among is not None and not len(index):
-                raise _nothing_left(config, name)
+                raise UserError(
+                    "nothing-to-pack",
+                    f"{name} of {config.data_root} has no images",
+                    why=f"each class has a single image, which is for training (val_fraction={config.val_fraction})",
+                    hint="leave val_fraction out, or pack with --split train",
+                )
             with progress_bar(f"packing {name}", len(index), unit="images") as advance:
                 result = pack_split(
                     index, pack, options, workers=workers, max_bad_fraction=config.max_bad_fraction, progress=advance
@@ -167,14 +151,6 @@ def pack_splits(
                 say_warnings([f"{result.skipped} of {len(index)} files are not images: see {pack.skipped}"])
             results[name] = result
     return results
-
-
-def _nothing_left(config: Config, split: str) -> UserError:
-    return UserError(
-        "nothing-to-pack", f"{split} of {config.data_root} has no images",
-        why=f"each class has a single image, which is for training (val_fraction={config.val_fraction})",
-        hint="leave val_fraction out, or pack with --split train",
-    )  # fmt: skip
 
 
 def _splits(config: Config, wanted: Sequence[str] | None) -> list[str]:
@@ -189,15 +165,10 @@ def _splits(config: Config, wanted: Sequence[str] | None) -> list[str]:
 
 
 def _of_split(result: ImagePackResult) -> dict[str, object]:
-    return {
-        "samples": result.samples,
-        "classes": result.classes,
-        "shards": result.shards,
-        "kept_shards": result.kept_shards,
-        "bytes": result.bytes,
-        "skipped": result.skipped,
+    speed = result.images_per_second
+    return asdict(result) | {
         "seconds": round(result.seconds, 3),
-        "images_per_second": None if result.images_per_second is None else round(result.images_per_second, 1),
+        "images_per_second": None if speed is None else round(speed, 1),
         "folder": str(result.folder),
     }
 
@@ -267,7 +238,7 @@ def pack_split(
     tasks = plan_shards(sizes, options.shard_bytes, row_groups(index))
     remove_temporaries(pack)
     _check_disk(index, pack, options, tasks)
-    made = _make_shards(ShardSource(index, pack, options.reencoding), tasks, workers, max_bad_fraction, progress)
+    made = _make_shards(ShardSource(index, pack, options), tasks, workers, max_bad_fraction, progress)
     packed = write_pack_index(index, pack, options.as_dict(), len(tasks))
     new_images = sum(shard.images for shard in made if not shard.kept)
     seconds = time.monotonic() - began
@@ -336,7 +307,7 @@ def _fingerprint(index: SampleIndex, sizes: NDArray[np.int64]) -> str:
 
 def _check_disk(index: SampleIndex, pack: PackFolder, options: PackOptions, tasks: list[ShardTask]) -> None:
     unfinished = [task for task in tasks if finished_bytes(pack, task.number) is None]
-    ratio = sampled_ratio(ShardSource(index, pack, options.reencoding), unfinished)
+    ratio = sampled_ratio(ShardSource(index, pack, options), unfinished)
     check_space(pack.folder, sum(task.planned_bytes for task in unfinished) * ratio, SHARDS)
 
 

@@ -6,7 +6,6 @@ from stoker.tasks.checks import Check
 
 
 def checks() -> tuple[Check, ...]:
-    """The checks of images."""
     from stoker.tasks.images.verify.data_checks import DATA_CHECKS
     from stoker.tasks.images.verify.label_checks import LABEL_CHECKS
     from stoker.tasks.images.verify.recipe_checks import RECIPE_CHECKS

@@ -22,13 +22,16 @@ from stoker.core.console import shown, some
 from stoker.core.errors import UserError
 from stoker.core.finding import Finding
 from stoker.core.units import count
-from stoker.io.storage_speed import LOCAL_READERS, mount_of
+from stoker.io.storage_speed import LOCAL_READERS
 from stoker.io.stores import ReadFailure, Store, is_url, open_store
-from stoker.tasks.checks import Check, Subject, failed, passed, unknown
+from stoker.profile.mounts import mount_of
+from stoker.tasks.checks import Check, Subject, failed, first_lines, passed, unknown
+from stoker.tasks.images.data import decoding_with, read_sample, validation_view
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts import imagenet
-from stoker.tasks.images.layouts.listing import class_names, split_place
+from stoker.tasks.images.layouts.listing import class_names
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
+from stoker.tasks.images.layouts.splits import split_place
 
 LIKE_VALIDATION = ("val", "dev", "test", "eval", "holdout")
 """Prefixes of folder names that people use for validation."""
@@ -40,7 +43,6 @@ USUAL_LEAST = 20
 """If the usual class has fewer images, a small one says nothing."""
 CLOSE_SHARE = 0.001
 """ImageNet with this many images more or less, and every class in its range, is complete: people remove broken ones."""
-SHOWN_CLASSES = 12
 
 
 def check_present(subject: Subject) -> Finding:
@@ -119,31 +121,26 @@ def _judge_imagenet(
     counts: NDArray[np.int64], held: NDArray[np.int64] | None, classes: tuple[str, ...], facts: dict[str, Any]
 ) -> Finding:
     low, high = imagenet.TRAIN_PER_CLASS
-    wrong = [f"train/{classes[at]}: {counts[at]:,} ({low} to {high:,})" for at in _outside(counts, low, high)]
+    odd = np.flatnonzero((counts < low) | (counts > high))
+    wrong = [f"train/{classes[at]}: {counts[at]:,} ({low} to {high:,})" for at in odd]
     total = int(counts.sum())
     seen = f"ImageNet: {total:,} training images"
     whole = abs(total - imagenet.TRAIN_IMAGES) <= CLOSE_SHARE * imagenet.TRAIN_IMAGES
     if held is not None:
         each = imagenet.VAL_PER_CLASS
-        wrong += [f"val/{classes[at]}: {held[at]:,} ({each})" for at in _outside(held, each, each)]
+        wrong += [f"val/{classes[at]}: {held[at]:,} ({each})" for at in np.flatnonzero(held != each)]
         seen += f", {held.sum():,} for validation"
         facts["val_images"] = int(held.sum())
     expected = f"{imagenet.TRAIN_IMAGES:,} and {imagenet.VAL_IMAGES:,}"
     if wrong or not whole:
-        more = [f"and {len(wrong) - SHOWN_CLASSES} more"] if len(wrong) > SHOWN_CLASSES else []
         return failed(
             f"{seen}, instead of {expected}; {count(len(wrong), 'class folder')} of another size than ImageNet's",
             "copy or unpack these folders again, or --skip class-counts if you chose a part on purpose",
-            *wrong[:SHOWN_CLASSES],
-            *more,
+            *first_lines(wrong),
             **facts,
         )
     same = total == imagenet.TRAIN_IMAGES and (held is None or int(held.sum()) == imagenet.VAL_IMAGES)
     return passed(seen + (", as published" if same else f" (published: {expected})"), **facts)
-
-
-def _outside(counts: NDArray[np.int64], low: int, high: int) -> list[int]:
-    return [int(at) for at in np.flatnonzero((counts < low) | (counts > high))]
 
 
 def check_classes_agree(subject: Subject) -> Finding | None:
@@ -201,7 +198,6 @@ of such images."""
 
 
 def splits_of(subject: Subject) -> list[SampleSet]:
-    """Training and validation samples, as far as there are any."""
     return [samples for samples in (subject.data.train, subject.data.val) if samples is not None]
 
 
@@ -221,8 +217,6 @@ def in_turns(samples: SampleSet, per_class: int) -> NDArray[np.int64]:
 
 def check_decoding(subject: Subject) -> Finding:
     """A few images of every class can be read and decoded."""
-    from stoker.tasks.images.data import decoding_with, validation_view
-
     config = subject.config
     view = validation_view(config, decoding_with(config))
     shape = (view.size, view.size, 3)
@@ -245,24 +239,16 @@ def check_decoding(subject: Subject) -> Finding:
         bad += [text for text in found if text is not None]
     facts = {"decoded": done - len(bad), "bad": bad}
     if bad:
-        more = [f"and {len(bad) - SHOWN_FILES} more"] if len(bad) > SHOWN_FILES else []
         return failed(
             f"{len(bad):,} of {done:,} images, up to {per_class} of each class, cannot be decoded",
             "copy these files again; --deep tries more of them",
-            *bad[:SHOWN_FILES],
-            *more,
+            *first_lines(bad),
             **facts,
         )
     if not done:
         return unknown("no image could be decoded in time", "--deep takes the time that it needs", **facts)
     short = "" if done == wanted else f"; in {seconds:.0f} s not all of {wanted:,}, --deep takes longer"
     return passed(f"{done:,} images decode, up to {per_class} of each class{short}", **facts)
-
-
-def read_sample(store: Store, index: SampleIndex, sample: int) -> bytes | memoryview:
-    """A sample's bytes; raises ReadFailure."""
-    place = index.location(sample)
-    return store.read(place.path, place.offset, place.size, whole=index.shard_of is None)
 
 
 def until(function: Callable[[T], R], items: Sequence[T], end_s: float, threads: int) -> Iterator[R]:
@@ -282,8 +268,8 @@ def check_storage(subject: Subject) -> Finding | None:
     for samples in splits:
         if (outcome := _check_released(samples)) is not None:
             return outcome
-    reads = [time_reads(samples, subject.config.max_image_bytes) for samples in splits]
-    first, second = ([seconds for pairs in reads for seconds in (pair[at] for pair in pairs)] for at in (0, 1))
+    reads = [pair for samples in splits for pair in time_reads(samples, subject.config.max_image_bytes)]
+    first, second = ([pair[at] for pair in reads] for at in (0, 1))
     return judge_first_reads(first, second, sum(map(len, splits)), splits[0].index.root)
 
 

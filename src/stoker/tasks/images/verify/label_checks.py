@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stoker.core.console import shown, some
 from stoker.core.finding import Finding
 from stoker.core.units import count
-from stoker.tasks.checks import Check, Subject, failed, passed, unknown
+from stoker.tasks.checks import Check, Subject, failed, first_lines, passed, unknown
 from stoker.tasks.images.layouts.imagenet import (
     DEVKIT_FIRST,
     are_class_numbers,
@@ -143,19 +143,19 @@ def _judge_votes(votes: _Votes, index: SampleIndex, own: Sequence[int]) -> Findi
             "sort the images into folders again, by a list of file names and synsets such as LOC_val_solution.csv",
             **facts,
         )
-    lines = [f"{names[folder]} holds {spoken_names[held[folder]]}" for folder in wrong[:SHOWN_FOLDERS]]
-    more = [f"and {len(wrong) - SHOWN_FOLDERS} more (--json lists all)"] if len(wrong) > SHOWN_FOLDERS else []
+    lines = [f"{names[folder]} holds {spoken_names[held[folder]]}" for folder in wrong]
+    lines = first_lines(lines, SHOWN_FOLDERS, " (--json lists all)")
     if _in_devkit_order(mapping, names):
         return failed(
             f"{seen}: numbered in the order of the devkit (ILSVRC2012_ID), not of the names",
             "sort the images again: the numbers of ILSVRC2012_validation_ground_truth.txt are those of meta.mat",
-            *lines, *more, **facts,
+            *lines, **facts,
         )  # fmt: skip
     return failed(
         f"{seen}: {count(len(wrong), 'folder')} of {folders} permuted, "
         f"{describe_mapping(mapping.only(wrong), names, synsets())}",
         f"rename the folders below {shown(index.root)} to what they hold, or sort the images again",
-        *lines, *more, **facts,
+        *lines, **facts,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from stoker.core.errors import UserError, did_you_mean
 from stoker.core.units import count
 from stoker.io.stores import ReadFailure, is_url
 from stoker.tasks.volumes.cases.places import Place, UrlPath, bytes_of, place_at, ref_to
-from stoker.tasks.volumes.formats.opening import SUFFIXES, VolumeRef, local_path, suffix_of
+from stoker.tasks.volumes.formats.opening import VolumeRef, local_path, suffix_of
 from stoker.tasks.volumes.formats.volume import Region
 from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
 from stoker.tasks.volumes.pack.index import PackedFile, read_index
@@ -47,6 +47,11 @@ class Case:
     label: VolumeRef | None
     box: Region | None = None
     """Only this part of it, after a split by region; None for all of it."""
+
+    @property
+    def refs(self) -> tuple[VolumeRef, ...]:
+        """Its channels, and its label if it has one."""
+        return self.images if self.label is None else (*self.images, self.label)
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,12 @@ def _rows_of_table(path: Place) -> Iterator[tuple[str, str]]:
 
 def _from_nnunet(root: Place, part: Part) -> CaseList:
     """`imagesTr/ID_0000.nii.gz …`, `labelsTr/ID.nii.gz`; `dataset.json` in the old form or that of version 2."""
-    meta = _json_object(root / "dataset.json")
+    try:
+        meta = json.loads(_text(root / "dataset.json"))
+    except ValueError:
+        meta = None
+    if not isinstance(meta, dict):
+        raise _bad_dataset(root, "it is not a JSON object")
     channels = meta.get("channel_names", meta.get("modality"))
     if not isinstance(channels, Mapping) or not channels:
         raise _bad_dataset(root, "it names no channels (channel_names, or modality in the old form)")
@@ -370,16 +380,6 @@ def _text(path: Place) -> str:
         raise UserError("file-unreadable", f"{path} cannot be read: {reason}", hint=f"ls -l {path}") from None
 
 
-def _json_object(path: Place) -> dict[str, Any]:
-    try:
-        document = json.loads(_text(path))
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        raise _bad_dataset(path.parent, "it is not a JSON object")
-    return document
-
-
 def _bad_dataset(root: Place, reason: str) -> UserError:
     return UserError(
         "bad-dataset-json",
@@ -392,4 +392,4 @@ def _bad_dataset(root: Place, reason: str) -> UserError:
 def _stem(location: str) -> str:
     name = location.rstrip("/").rpartition("/")[2]
     name = unquote(name) if is_url(location) else name
-    return name.removesuffix(next((suffix for suffix in sorted(SUFFIXES, key=len)[::-1] if name.endswith(suffix)), ""))
+    return name.removesuffix(suffix_of(name))

@@ -62,7 +62,7 @@ class UrlPath:
         return any(self._listing)
 
     def iterdir(self) -> Iterator[UrlPath]:
-        """What is directly in it, without hidden names; nothing if there is no such folder."""
+        """What is directly in it; nothing if there is no such folder."""
         folders, objects = self._listing
         yield from (self / name for name in sorted({*folders, *objects} - {""}))
 

@@ -13,7 +13,7 @@ from stoker.core.errors import UserError
 from stoker.core.units import count
 from stoker.loader.rng import mix_numbers
 from stoker.tasks.volumes.cases.cases import Case
-from stoker.tasks.volumes.formats.volume import Region, Shape, whole
+from stoker.tasks.volumes.formats.volume import Region, Shape, as_shape, whole
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,6 @@ class Division:
 
 def divide(cases: Sequence[Case], shapes: Mapping[str, Shape], rule: SplitRule) -> Division:
     """The cases to train and to validate on; `shapes` by id. Raises UserError for a fold without either."""
-    if rule.folds < 2:
-        raise UserError("bad-folds", f"{rule.folds} folds", why="one is validated on, the others are trained on",
-                        hint="folds=5, or fold=all to train on everything")  # fmt: skip
     if rule.fold == "all":
         return Division(tuple(cases), ())
     if not 0 <= rule.fold < rule.folds:
@@ -90,8 +87,7 @@ def _regions(case: Case, shape: Shape, rule: SplitRule) -> tuple[list[Case], lis
             return []
         start, stop = [0, 0, 0], list(shape)
         start[axis], stop[axis] = begin, end
-        box = Region((start[0], start[1], start[2]), (stop[0], stop[1], stop[2]))
-        return [replace(case, box=box)]
+        return [replace(case, box=Region(as_shape(start), as_shape(stop)))]
 
     return part(0, first - rule.margin) + part(last + rule.margin, shape[axis]), part(first, last)
 

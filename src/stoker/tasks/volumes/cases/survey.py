@@ -122,9 +122,8 @@ def survey(
 
 def case_identity(case: Case, volumes: OpenVolumes) -> list[str]:
     """Changes if a file of the case, or the way it is read, changes; local files are not opened for this."""
-    refs = [*case.images, *([case.label] if case.label is not None else [])]
     missing = volumes.options.missing_chunks
-    return [f"{_volume_identity(ref, volumes)} {ref.level} {missing}" for ref in refs]
+    return [f"{_volume_identity(ref, volumes)} {ref.level} {missing}" for ref in case.refs]
 
 
 def _volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:

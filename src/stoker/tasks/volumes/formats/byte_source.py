@@ -206,11 +206,6 @@ def staged_file(location: str, options: ReadingOptions) -> str | None:
     return None if path is None or copy is None else copy.local(path)
 
 
-def for_headers(source: ByteSource) -> ByteSource:
-    """The same bytes, for many small reads."""
-    return HeaderSource(**vars(source)) if isinstance(source, RemoteBytes) else source
-
-
 def coalesced(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
     """Fewer ranges that contain these, which are in order, and for each the range that contains it."""
     groups: list[Range] = []

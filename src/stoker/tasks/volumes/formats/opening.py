@@ -80,10 +80,9 @@ def suffix_of(location: str) -> str:
 class OpenVolumes:
     """The volumes that a process has opened, for all its threads; the least recently used are closed."""
 
-    def __init__(self, options: ReadingOptions | None = None, most: int = MOST_OPEN) -> None:
+    def __init__(self, options: ReadingOptions | None = None) -> None:
         self.options = options or ReadingOptions()
-        self._most = most
-        self._open: LruCache[VolumeRef, Volume] = LruCache(most)
+        self._open: LruCache[VolumeRef, Volume] = LruCache(MOST_OPEN)
         self._not_staged: set[VolumeRef] = set()
         """Volumes that were opened at the source because the local copy did not have them yet."""
 
@@ -114,7 +113,7 @@ class OpenVolumes:
 
     def __reduce__(self) -> Any:
         # Mappings and network threads stay in their process.
-        return OpenVolumes, (self.options, self._most)
+        return OpenVolumes, (self.options,)
 
 
 def library(name: str) -> Any:

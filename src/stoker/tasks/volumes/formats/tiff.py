@@ -17,10 +17,10 @@ from stoker.io.stores import Buffer, ReadFailure, StoreDown
 from stoker.tasks.volumes.formats.arrays import StoredArray, array_in
 from stoker.tasks.volumes.formats.byte_source import (
     ByteSource,
+    HeaderSource,
     RemoteBytes,
     Scattered,
     SourceStream,
-    for_headers,
     parts_of,
 )
 from stoker.tasks.volumes.formats.volume import (
@@ -47,7 +47,8 @@ _MOST_CHANNELS = 4
 def open_tiff(source: ByteSource, options: ReadingOptions) -> Volume:
     """A stack of equal grey pages as a volume."""
     try:
-        return _open(source, for_headers(source), options)
+        headers = HeaderSource(**vars(source)) if isinstance(source, RemoteBytes) else source
+        return _open(source, headers, options)
     except Scattered:
         assert isinstance(source, RemoteBytes)
         return _open(source, source.fetched(), options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -44,8 +45,7 @@ class Region(NamedTuple):
 
     @property
     def voxels(self) -> int:
-        depth, height, width = self.shape
-        return depth * height * width
+        return math.prod(self.shape)
 
     def within(self, shape: Shape) -> Region:
         """The part of it inside a volume; empty if there is none."""
@@ -57,13 +57,6 @@ class Region(NamedTuple):
         """The same box, shifted."""
         start, stop = ([a + b for a, b in zip(corner, by, strict=True)] for corner in self)
         return Region(as_shape(start), as_shape(stop))
-
-    def overlaps(self, other: Region) -> bool:
-        """Whether they share a voxel."""
-        return all(
-            max(a, b) < min(a_end, b_end)
-            for a, b, a_end, b_end in zip(self.start, other.start, self.stop, other.stop, strict=True)
-        )
 
 
 def whole(shape: Shape) -> Region:

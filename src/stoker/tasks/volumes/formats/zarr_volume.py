@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.io import outage
-from stoker.io.aws_profile import profile_settings
-from stoker.io.object_store import Patience
+from stoker.io.object_store import Patience, profile_settings
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url, open_store
 from stoker.tasks.volumes.formats.byte_source import object_at
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Region, Shape, Voxels, check_extent
@@ -131,8 +130,9 @@ def _metadata(store: Store, folder: str, path: str, name: str) -> _Metadata:
         digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
         if file == "zarr.json":
             axes = document.get("dimension_names")
+            are_names = isinstance(axes, list) and all(isinstance(one, str) for one in axes)
             kind = str(document.get("node_type"))
-            return _Metadata(kind, 3, document.get("attributes") or {}, _names(axes), digest)
+            return _Metadata(kind, 3, document.get("attributes") or {}, axes if are_names else None, digest)
         if file == ".zarray":
             return _Metadata("array", 2, {}, None, digest)
         try:
@@ -151,10 +151,6 @@ def _parsed(raw: bytes, name: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ReadFailure(name, "unreadable", "its metadata is not JSON")
     return document
-
-
-def _names(axes: Any) -> list[str] | None:
-    return [str(one) for one in axes] if isinstance(axes, list) and all(isinstance(one, str) for one in axes) else None
 
 
 def _level_of_pyramid(name: str, meta: _Metadata, level: int) -> tuple[str, list[str] | None]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.core.errors import UsageError
 from stoker.io.stores import ReadFailure
-from stoker.tasks.volumes.formats.volume import Region, Shape, Volume, Voxels, check_finite
+from stoker.tasks.volumes.formats.volume import Region, Shape, Volume, Voxels, as_shape, check_finite
 
 # Percentiles of floats and large integers use this many voxels, evenly spread; those of 8 and 16 bits use all.
 SAMPLED_VOXELS = 1 << 22
@@ -55,9 +55,13 @@ class VoxelChanges:
 
 
 def parse_changes(
-    clip: str | None, median: int | None, scale: str | None, spacing: str | None, dtype: str
+    clip: str | None = None,
+    median: int | None = None,
+    scale: str | None = None,
+    spacing: str | None = None,
+    dtype: str = "keep",
 ) -> VoxelChanges:
-    """What the options of the command line ask for."""
+    """What the options of the command line ask for; refuses what cannot be done."""
     if dtype not in ("keep", "uint8"):
         raise UsageError("usage", f"--dtype {dtype} is neither keep nor uint8", hint="--dtype uint8")
     changes = VoxelChanges(
@@ -67,7 +71,13 @@ def parse_changes(
         spacing=None if spacing is None else _numbers("--spacing", spacing),
         dtype="uint8" if dtype == "uint8" else "keep",
     )
-    check_preparation(changes)
+    sizes = changes.scale or changes.spacing
+    if median is not None and (median % 2 == 0 or not 3 <= median <= MOST_MEDIAN):
+        raise UsageError("usage", f"--median {median} is not 3, 5 or 7", hint="--median 3")
+    if scale is not None and spacing is not None:
+        raise UsageError("usage", "--scale and --spacing exclude each other", hint="use one of them")
+    if sizes is not None and not all(np.isfinite(one) and 1e-3 <= one <= 1e3 for one in sizes):
+        raise UsageError("usage", f"{sizes} is not a size of voxels", hint="--scale 0.5 or --spacing 1,1,1")
     return changes
 
 
@@ -75,14 +85,11 @@ def _numbers(option: str, text: str) -> tuple[float, float, float]:
     """One number for all axes, or three."""
     try:
         found = [float(part) for part in text.split(",")]
+        z, y, x = found * 3 if len(found) == 1 else found
     except ValueError:
-        found = []
-    if len(found) == 1:
-        found *= 3
-    if len(found) != 3:
         seen = f"{option} {text} is neither a number nor three of them"
-        raise UsageError("usage", seen, hint=f"{option} 0.5 or {option} 1,0.5,0.5")
-    return found[0], found[1], found[2]
+        raise UsageError("usage", seen, hint=f"{option} 0.5 or {option} 1,0.5,0.5") from None
+    return z, y, x
 
 
 def parse_clip(text: str) -> tuple[Bound, Bound]:
@@ -102,22 +109,10 @@ def parse_clip(text: str) -> tuple[Bound, Bound]:
     return bounds[0], bounds[1]
 
 
-def check_preparation(preparation: VoxelChanges) -> None:
-    """Refuses what cannot be done, in the words of the command line."""
-    median, scale = preparation.median, preparation.scale or preparation.spacing
-    if median is not None and (median % 2 == 0 or not 3 <= median <= MOST_MEDIAN):
-        raise UsageError("usage", f"--median {median} is not 3, 5 or 7", hint="--median 3")
-    if preparation.scale is not None and preparation.spacing is not None:
-        raise UsageError("usage", "--scale and --spacing exclude each other", hint="use one of them")
-    if scale is not None and not all(np.isfinite(one) and 1e-3 <= one <= 1e3 for one in scale):
-        raise UsageError("usage", f"{scale} is not a size of voxels", hint="--scale 0.5 or --spacing 1,1,1")
-
-
 @dataclass(frozen=True)
 class Axis:
     """How one axis is resampled: output i is the sum of `weights[i] * input[places[i]]`."""
 
-    size: int
     places: NDArray[np.int64]
     weights: NDArray[np.float32] | None
     """None for labels: the nearest voxel."""
@@ -139,24 +134,19 @@ class PreparedVolume:
     def read(self, region: Region) -> Voxels:
         """The prepared voxels of a region; raises ReadFailure, also for NaN."""
         if self.axes is None:
-            return self._finished(self._filtered(region.start, region.stop))
-        starts, stops = [], []
-        for axis, low, high in zip(self.axes, region.start, region.stop, strict=True):
-            places = axis.places[low:high]
-            starts.append(int(places.min()))
-            stops.append(int(places.max()) + 1)
-        voxels = self._filtered((starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2]))
+            return self._finished(self._filtered(region))
+        needed = [axis.places[part] for axis, part in zip(self.axes, region.slices, strict=True)]
+        start = as_shape(int(places.min()) for places in needed)
+        voxels = self._filtered(Region(start, as_shape(int(places.max()) + 1 for places in needed)))
         # The last axis first: it shrinks what the others have to move.
         for number in (2, 1, 0):
-            axis, low, high = self.axes[number], region.start[number], region.stop[number]
-            voxels = _resampled(voxels, number, axis, low, high, starts[number])
+            voxels = _resampled(voxels, number, self.axes[number], region.slices[number], start[number])
         return self._finished(voxels)
 
-    def _filtered(self, start: Shape, stop: Shape) -> Voxels:
+    def _filtered(self, region: Region) -> Voxels:
         """Source voxels, clipped and filtered; the filter sees the neighbours outside the box."""
         around = 0 if self.median is None else self.median // 2
-        wide = Region((start[0] - around, start[1] - around, start[2] - around),
-                      (stop[0] + around, stop[1] + around, stop[2] + around))  # fmt: skip
+        wide = Region(as_shape(a - around for a in region.start), as_shape(b + around for b in region.stop))
         inside = wide.within(self.volume.shape)
         voxels = self.volume.read(inside)
         check_finite(voxels, self.volume.name)
@@ -181,45 +171,43 @@ class PreparedVolume:
         return voxels.astype(self.dtype, copy=False)
 
 
-def prepare_image(volume: Volume, preparation: VoxelChanges) -> PreparedVolume:
+def prepare_image(volume: Volume, changes: VoxelChanges) -> PreparedVolume:
     """An image as it will be packed; measures percentiles, which reads the volume once; raises ReadFailure."""
-    limits = None
-    if preparation.clip is not None:
-        limits = _limits(volume, preparation.clip)
+    limits = None if changes.clip is None else _limits(volume, changes.clip)
     dtype = np.dtype(np.float32) if volume.dtype == np.float64 else volume.dtype
-    to_bytes = preparation.dtype == "uint8" and dtype != np.uint8
+    to_bytes = changes.dtype == "uint8" and dtype != np.uint8
     if to_bytes and limits is None:
         raise ReadFailure(
             volume.name, "not bytes", f"its voxels are {volume.dtype}; --dtype uint8 needs --clip LOW,HIGH for them"
         )
-    shape, affine = _new_grid(volume, preparation)
+    shape, affine = _new_grid(volume, changes)
     axes = None if shape == volume.shape else tuple(map(_linear, volume.shape, shape))
     kind = np.dtype(np.uint8) if to_bytes else dtype
-    return PreparedVolume(volume, shape, kind, affine, limits, preparation.median, axes, to_bytes)
+    return PreparedVolume(volume, shape, kind, affine, limits, changes.median, axes, to_bytes)
 
 
-def prepare_label(volume: Volume, preparation: VoxelChanges, dtype: np.dtype[Any]) -> PreparedVolume:
+def prepare_label(volume: Volume, changes: VoxelChanges, dtype: np.dtype[Any]) -> PreparedVolume:
     """A label volume as it will be packed: resampled like the image, by its nearest voxels."""
-    shape, affine = _new_grid(volume, preparation)
+    shape, affine = _new_grid(volume, changes)
     axes = None if shape == volume.shape else tuple(map(_nearest, volume.shape, shape))
     return PreparedVolume(volume, shape, dtype, affine, None, None, axes, to_bytes=False)
 
 
-def new_shape(volume: Volume, preparation: VoxelChanges) -> Shape:
+def new_shape(volume: Volume, changes: VoxelChanges) -> Shape:
     """The shape of a volume when it is packed; raises ReadFailure if that needs a spacing that it does not record."""
-    return _new_grid(volume, preparation)[0]
+    return _new_grid(volume, changes)[0]
 
 
-def _new_grid(volume: Volume, preparation: VoxelChanges) -> tuple[Shape, NDArray[np.float64] | None]:
-    factors = preparation.scale
-    if preparation.spacing is not None:
+def _new_grid(volume: Volume, changes: VoxelChanges) -> tuple[Shape, NDArray[np.float64] | None]:
+    factors = changes.scale
+    if changes.spacing is not None:
         if volume.affine is None:
             raise ReadFailure(
                 volume.name, "no spacing", "its format does not say how far apart voxels are; use --scale"
             )
         # The affine's columns are x, y, z (as in NIfTI); ours are z, y, x.
         has = np.linalg.norm(volume.affine[:3, :3], axis=0)[::-1]
-        factors = tuple(float(one) for one in has / np.array(preparation.spacing))  # type: ignore[assignment]
+        factors = tuple(float(one) for one in has / np.array(changes.spacing))  # type: ignore[assignment]
     if factors is None:
         return volume.shape, volume.affine
     z, y, x = (max(1, round(size * factor)) for size, factor in zip(volume.shape, factors, strict=True))
@@ -233,13 +221,12 @@ def _new_grid(volume: Volume, preparation: VoxelChanges) -> tuple[Shape, NDArray
 
 
 def _limits(volume: Volume, clip: tuple[Bound, Bound]) -> tuple[float, float]:
-    low, high = clip
     wanted = [bound.number for bound in clip if bound.is_percentile]
-    found = iter(percentiles(volume, wanted)) if wanted else iter(())
-    limits = tuple(next(found) if bound.is_percentile else bound.number for bound in (low, high))
-    if not limits[0] < limits[1]:
-        raise ReadFailure(volume.name, "no range", f"--clip {low},{high} is {limits[0]:g} to {limits[1]:g} here")
-    return limits[0], limits[1]
+    found = iter(percentiles(volume, wanted) if wanted else ())
+    low, high = (next(found) if bound.is_percentile else bound.number for bound in clip)
+    if not low < high:
+        raise ReadFailure(volume.name, "no range", f"--clip {clip[0]},{clip[1]} is {low:g} to {high:g} here")
+    return low, high
 
 
 def percentiles(volume: Volume, wanted: list[float]) -> list[float]:
@@ -306,13 +293,13 @@ def _extremes_to_the_ends(arrays: list[Voxels]) -> None:
         order(b, count - 1)
 
 
-def _resampled(voxels: Voxels, number: int, axis: Axis, low: int, high: int, begin: int) -> Voxels:
-    places = axis.places[low:high] - begin
+def _resampled(voxels: Voxels, number: int, axis: Axis, wanted: slice, begin: int) -> Voxels:
+    places = axis.places[wanted] - begin
     if axis.weights is None:
         return np.take(voxels, places, axis=number)
-    weights = axis.weights[low:high]
+    weights = axis.weights[wanted]
     shape = [1, 1, 1]
-    shape[number] = high - low
+    shape[number] = len(weights)
     total = None
     # In the order of the taps, and never as a matrix product: that may round differently for another size.
     for tap in range(places.shape[1]):
@@ -333,12 +320,12 @@ def _linear(old: int, new: int) -> Axis:
     weights = np.maximum(0.0, 1 - np.abs(places - centres[:, None]) / reach)
     weights[(places < 0) | (places >= old)] = 0.0
     weights /= weights.sum(axis=1, keepdims=True)
-    return Axis(old, np.clip(places, 0, old - 1), weights.astype(np.float32))
+    return Axis(np.clip(places, 0, old - 1), weights.astype(np.float32))
 
 
 def _nearest(old: int, new: int) -> Axis:
     places = np.minimum(((np.arange(new) + 0.5) * (old / new)).astype(np.int64), old - 1)
-    return Axis(old, places, None)
+    return Axis(places, None)
 
 
 def _slabs(shape: Shape, step: int = 1) -> list[Region]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import xxhash
 
 from stoker.core.files import sync_folder
 from stoker.io.stores import ReadFailure
+from stoker.tasks.volumes.formats.opening import library
 from stoker.tasks.volumes.formats.packed import Kind, PackedFacts, npy_header, stored_bytes, stored_shape
 from stoker.tasks.volumes.formats.volume import Region, Shape, Voxels
 from stoker.tasks.volumes.pack.preprocessing import PreparedVolume
@@ -126,33 +127,16 @@ def _write_npy(path: Path, prepared: PreparedVolume, layout: Layout, measured: A
 
 
 def _write_zarr(path: Path, prepared: PreparedVolume, layout: Layout, measured: Any, report: Report) -> str:
-    import tensorstore
-
-    dtype = prepared.dtype
-    codecs = [
-        {"name": "bytes", "configuration": {"endian": "little"}} if dtype.itemsize > 1 else {"name": "bytes"},
-        {"name": "blosc", "configuration": {
-            "cname": "zstd", "clevel": 1, "shuffle": "shuffle" if dtype.itemsize > 1 else "noshuffle",
-            "typesize": dtype.itemsize, "blocksize": 0}},
-    ]  # fmt: skip
-    chunk, shard = [layout.block] * 3, [SHARD] * 3
-    array = tensorstore.open(
-        {
-            "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": f"{path}/"},
-            "metadata": {
-                "shape": list(prepared.shape),
-                "data_type": dtype.name,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
-                "codecs": [{"name": "sharding_indexed", "configuration": {"chunk_shape": chunk, "codecs": codecs}}],
-                "dimension_names": ["z", "y", "x"],
-            },
-            # A chunk of zeros is stored like any other: a missing one is always a lost one.
-            "store_data_equal_to_fill_value": True,
-        },
-        create=True,
-        delete_existing=True,
-    ).result()
+    itemsize = prepared.dtype.itemsize
+    blosc = {
+        "cname": "zstd", "clevel": 1, "shuffle": "shuffle" if itemsize > 1 else "noshuffle", "typesize": itemsize,
+        "blocksize": 0,
+    }  # fmt: skip
+    codecs = [bytes_codec(prepared.dtype), {"name": "blosc", "configuration": blosc}]
+    sharding = {"chunk_shape": [layout.block] * 3, "codecs": codecs}
+    array = create_zarr(
+        path, prepared.shape, prepared.dtype, [SHARD] * 3, [{"name": "sharding_indexed", "configuration": sharding}]
+    )
     for piece in pieces(prepared.shape, SHARD):
         voxels = prepared.read(piece)
         measured.add(voxels)
@@ -161,6 +145,37 @@ def _write_zarr(path: Path, prepared: PreparedVolume, layout: Layout, measured: 
     digest = xxhash.xxh3_128()
     _add_folder(digest, path)
     return digest.hexdigest()
+
+
+def create_zarr(
+    path: Path, shape: Sequence[int], dtype: np.dtype[Any], chunk: Sequence[int], codecs: Sequence[Any]
+) -> Any:
+    """A new Zarr v3 array with the axes z, y, x, and before them the channels if there are four."""
+    return (
+        library("tensorstore")
+        .open(
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": f"{path}/"},
+                "metadata": {
+                    "shape": list(shape),
+                    "data_type": dtype.name,
+                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+                    "codecs": list(codecs),
+                    "dimension_names": list("czyx"[-len(shape) :]),
+                },
+                # A chunk of zeros is stored like any other: a missing one is always a lost one.
+                "store_data_equal_to_fill_value": True,
+            },
+            create=True,
+        )
+        .result()
+    )
+
+
+def bytes_codec(dtype: np.dtype[Any]) -> dict[str, Any]:
+    """The first codec of a chunk."""
+    return {"name": "bytes", "configuration": {"endian": "little"}} if dtype.itemsize > 1 else {"name": "bytes"}
 
 
 def pieces(shape: Shape, unit: int, *, whole_planes: bool = False) -> Iterator[Region]:

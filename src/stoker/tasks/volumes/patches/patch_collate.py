@@ -138,15 +138,6 @@ class PatchBatch(LoadedBatch):
         """The data read for a sample: image (channels, z, y, x) and label (z, y, x), None without labels; no copy."""
         return self.layout.parts(self.images[slot], self.shapes[slot])
 
-    def patch_of(self, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The patch of a plain sample, its axes swapped and flipped: image (channels, z, y, x) and label (z, y, x)."""
-        assert self.plain[slot], "a rotated, scaled or deformed patch is resampled from its region"
-        image, label = self.region(slot)
-        order = [int(axis) for axis in self.orders[slot]]
-        turned = [axis for axis, is_reversed in enumerate(self.flips[slot]) if is_reversed]
-        image = image.permute(0, *(axis + 1 for axis in order)).flip([axis + 1 for axis in turned])
-        return image, None if label is None else label.permute(order).flip(turned)
-
 
 @dataclass(frozen=True)
 class PatchPlan:
@@ -279,8 +270,7 @@ class PatchMaker:
         self.plan = plan
         self.reader = reader
         # Placing patches twice would cost a local run a tenth of its speed.
-        refs = (ref for case in plan.cases for ref in (*case.images, case.label) if ref is not None)
-        self._is_remote = any(is_url(ref.location) for ref in refs)
+        self._is_remote = any(is_url(ref.location) for case in plan.cases for ref in case.refs)
 
     def announce(self, epoch: int, step: int, start: int) -> None:
         """Announces to the reader that a step's batch will be made later, so that remote voxels can be fetched."""

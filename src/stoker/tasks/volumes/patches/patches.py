@@ -45,8 +45,7 @@ class TransformRange:
     flips: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Probability of being reversed along z, y and x."""
     turns: float = 0.0
-    """Probability of one, two or three 90° turns about one of `turn_axes`."""
-    turn_axes: tuple[int, ...] = (0, 1, 2)
+    """Probability of one, two or three 90° turns about one of the axes."""
     rotation: float = 0.0
     """Probability of a rotation about all three axes."""
     degrees: tuple[float, float, float] = (30.0, 30.0, 30.0)
@@ -63,17 +62,6 @@ class TransformRange:
     """Voxels read for a patch, in patches. A batch reserves this much, so the few draws that need more are scaled down
     until they fit."""
 
-    def __post_init__(self) -> None:
-        chances = (*self.flips, self.turns, self.rotation, self.scaling, self.elastic)
-        if not all(0 <= chance <= 1 for chance in chances):
-            raise UserError("bad-probability", f"the probabilities are {chances}", why="they lie between 0 and 1")
-        if not set(self.turn_axes) <= {0, 1, 2} or (self.turns and not self.turn_axes):
-            raise UserError("bad-axes", f"the axes of turns are {self.turn_axes}", why="z, y and x are 0, 1 and 2")
-        if self.elastic_size <= 0:
-            raise UserError("bad-elastic-size", f"displacements of {self.elastic_size} voxels", why="it is positive")
-        if not 0 < self.scales[0] <= self.scales[1] or self.most_read < 1:
-            raise UserError("bad-scales", f"scales {self.scales}, most_read {self.most_read}", why="they are positive")
-
     @property
     def is_plain(self) -> bool:
         """Whether no patch is rotated, scaled or deformed: every one reads its own voxels only."""
@@ -85,12 +73,11 @@ class TransformRange:
 
 
 UNCHANGED = TransformRange()
-"""Every patch as it is in its volume."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Where a patch's voxels come from: rotated and scaled about its centre, then its axes swapped and reversed."""
+    """Where a patch's voxels come from: rotated and scaled about its centre, then with axes swapped and reversed."""
 
     order: tuple[int, int, int] = IDENTITY
     """The volume's axis that each axis of the patch runs along."""
@@ -158,7 +145,7 @@ def _drawn(numbers: Sequence[float], bounds: TransformRange, patch: Shape) -> Tr
     flips = [chance < probability for chance, probability in zip(numbers[:3], bounds.flips, strict=True)]
     order = list(IDENTITY)
     if numbers[3] < bounds.turns:
-        axis = bounds.turn_axes[int(numbers[4] * len(bounds.turn_axes))]
+        axis = int(numbers[4] * 3)
         quarters = 1 + int(numbers[5] * 3)
         first, second = (other for other in range(3) if other != axis)
         if quarters == 2:
@@ -302,10 +289,6 @@ class GridPatches:
 
     is_random = False
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.overlap < 1:
-            raise UserError("bad-overlap", f"the overlap is {self.overlap}", why="it is a share of the patch below 1")
-
     @property
     def most_voxels(self) -> int:
         return math.prod(self.patch)
@@ -333,10 +316,6 @@ class GridPatches:
             start = (axes[0][int(z)], axes[1][int(y)], axes[2][int(x)])
             placed.append(Placement(case, start, plain, plain.region(self.patch, start)))
         return placed
-
-    def starts(self, case: int) -> list[Shape]:
-        """Where the patches of a case begin, in their order."""
-        return [as_shape(start) for start in itertools.product(*self._axes(self.shapes[case]))]
 
     def _numbers(self, positions: Positions) -> Positions:
         """The numbers of the patches: with `used`, from the middle of each of that many equal stretches."""

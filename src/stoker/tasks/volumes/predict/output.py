@@ -1,31 +1,44 @@
-"""The files of a prediction: the unfinished result, the sums that layers of windows share, TIFF, Zarr and zip.
+"""The folder of predictions: the record of how its files were made, unfinished results, TIFF, Zarr and zip.
 
-While a volume is predicted, its voxels go into a plain file that takes any box, so that a killed prediction resumes at
-its layer of windows, whatever the final format. The final file is made from it at the end, and appears under its name
-when it is whole.
+All files of a folder are made with one set of checkpoints and options. While a volume is predicted, its voxels go into
+a plain file that takes any box, so that a killed prediction resumes at its layer of windows, whatever the final format.
+The final file is made from it at the end, and appears under its name when it is whole.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from stoker.core.errors import UserError
+from stoker.core.console import some
+from stoker.core.errors import UsageError, UserError
 from stoker.core.files import atomic_file, read_json, sync_folder, write_text
+from stoker.core.units import count
+from stoker.run.lease import Lease, LeaseHeld
 from stoker.tasks.volumes.formats.opening import library
-from stoker.tasks.volumes.formats.volume import Region, Shape
-from stoker.tasks.volumes.predict.windows import WindowGrid
+from stoker.tasks.volumes.formats.volume import Region, Shape, Volume
+from stoker.tasks.volumes.pack.write_volume import bytes_codec, create_zarr, remove
+from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain
+from stoker.tasks.volumes.predict.segmenter import Carried, Scale, mask_dtype
+from stoker.tasks.volumes.predict.windows import PredictionSize, SlidingWindow, WindowGrid
+from stoker.tasks.volumes.segment import TrainedVolumeModel
 
+MANIFEST, UNFINISHED, LEASE = "prediction.json", ".unfinished", "lease"
+FORMAT = 1
+LARGEST_MANIFEST_BYTES = 256 << 20
 FileFormat = Literal["tiff", "zarr"]
 SUFFIX = {"tiff": ".tif", "zarr": ".zarr"}
 # Classic TIFF has 32-bit offsets; the headers of a hundred thousand pages fit into what is left.
@@ -33,6 +46,211 @@ LARGEST_CLASSIC_TIFF = (1 << 32) - (1 << 26)
 CHUNK = 128
 """Edge of a Zarr chunk in voxels."""
 _COPY_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class PredictionOptions:
+    """What to predict, and into which files."""
+
+    sliding: SlidingWindow = field(default_factory=SlidingWindow)
+    threshold: float | None = None
+    """Class 1 wherever it is more probable than this; None for the most probable class."""
+    probabilities: Scale | None = None
+    """Store probabilities in this form, not the classes."""
+    file_format: FileFormat = "tiff"
+    post: tuple[PostStep, ...] = ()
+    submission: bool = False
+    """Also write submission.zip with all files."""
+    force: bool = False
+    """Replace what was predicted with other settings."""
+
+    def stored_as(self, classes: int) -> tuple[np.dtype[Any], int]:
+        """Type and channels of a voxel of the result."""
+        if self.probabilities is not None:
+            return np.dtype(self.probabilities), classes - 1
+        return mask_dtype(classes), 1
+
+    def check(self, classes: int) -> None:
+        """Refuses options that exclude each other, or do not fit the network."""
+        check_chain(self.post, classes)
+        if self.threshold is not None and classes != 2:
+            raise UsageError(
+                "threshold-for-two-classes",
+                f"predict_threshold is {self.threshold:g}, and the network knows {classes} classes",
+                why="with more than two, the most probable one is chosen",
+                hint="leave out predict_threshold",
+            )
+        if self.probabilities is not None:
+            masks = {
+                "predict_threshold": self.threshold is not None, "predict_postprocess": self.post,
+                "--submission": self.submission,
+            }  # fmt: skip
+            if used := [name for name, is_set in masks.items() if is_set]:
+                raise UsageError(
+                    "probabilities-are-no-mask", f"--probabilities with {', '.join(used)}",
+                    why="these need classes", hint="leave out --probabilities",
+                )  # fmt: skip
+            if classes > 2 and self.file_format == "tiff":
+                raise UsageError(
+                    "tiff-has-one-channel", f"probabilities of {classes - 1} classes as TIFF",
+                    why="a TIFF stack holds one volume", hint="--format zarr",
+                )  # fmt: skip
+        if self.submission and self.file_format != "tiff":
+            raise UsageError(
+                "submission-is-tiff", f"--submission with --format {self.file_format}", hint="--format tiff"
+            )
+
+
+@dataclass(frozen=True)
+class PredictedVolume:
+    id: str
+    path: Path
+    shape: Shape
+    windows: int
+    seconds: float | None
+    """None if an earlier start finished it."""
+    foreground: float | None
+    """Share of voxels of a class other than 0; None for probabilities."""
+
+
+@dataclass(frozen=True)
+class Job:
+    id: str
+    images: tuple[Volume, ...]
+    target: Path
+    size: PredictionSize
+
+    @property
+    def shape(self) -> Shape:
+        return self.images[0].shape
+
+
+def settings_of(trained: Sequence[TrainedVolumeModel], options: PredictionOptions) -> dict[str, Any]:
+    """Everything that the voxels of a prediction depend on, apart from the volume."""
+    config = trained[0].config
+    return {
+        "checkpoints": [
+            {"xxh128": _checksum(one.path), "weights": "averaged" if one.averaged else "raw"} for one in trained
+        ],
+        "patch_size": list(config.patch_size or ()),
+        "normalize": config.normalize,
+        "precision": config.precision,
+        "overlap": options.sliding.overlap,
+        "flips": "".join(sorted(options.sliding.flips, reverse=True)),
+        "output": options.probabilities or "classes",
+        "threshold": options.threshold,
+        "post": ",".join(map(str, options.post)),
+        "format": options.file_format,
+    }
+
+
+class Manifest:
+    """The file in a folder of predictions that says how they were made."""
+
+    def __init__(self, out: Path, settings: dict[str, Any], force: bool) -> None:
+        self.path, self._out, self._settings, self._force = out / MANIFEST, out, settings, force
+        self._volumes: dict[str, dict[str, Any]] = {}
+        known = self._read()
+        if known is None:
+            return
+        different = sorted(key for key in settings if known.get("settings", {}).get(key) != settings[key])
+        if not different:
+            self._volumes = dict(known.get("volumes", {}))
+        elif not force:
+            lines = [f"  {key}: {known['settings'].get(key)} there, {settings[key]} now" for key in different]
+            raise UserError(
+                "out-of-other-settings",
+                f"{out} has predictions made with other settings\n" + "\n".join(lines),
+                why="half of the volumes would be predicted in one way and half in another",
+                hint="--out ANOTHER_FOLDER, or --force to replace them",
+            )
+
+    def unfinished(self, job: Job) -> Path:
+        return self._out / UNFINISHED / job.id
+
+    def key_of(self, job: Job) -> str:
+        """Changes with the settings and with the volume."""
+        identity = " ".join(image.identity for image in job.images)
+        document = json.dumps([FORMAT, self._settings, identity, job.shape], sort_keys=True)
+        return hashlib.blake2b(document.encode(), digest_size=16).hexdigest()
+
+    def has(self, job: Job) -> bool:
+        """Whether this volume, as it is now, was predicted with these settings, and the file is there."""
+        return self._volumes.get(job.id, {}).get("key") == self.key_of(job) and job.target.exists()
+
+    def known(self, job: Job) -> PredictedVolume:
+        entry = self._volumes[job.id]
+        return PredictedVolume(job.id, job.target, job.shape, job.size.windows, None, entry.get("foreground"))
+
+    def check_targets(self, jobs: Sequence[Job]) -> None:
+        """Refuses to replace files that this prediction did not write."""
+        if self._force:
+            return
+        strange = [
+            job.target.name
+            for job in jobs
+            if job.target.exists()
+            and job.id not in self._volumes
+            and _finished_layers(self.unfinished(job), self.key_of(job)) is None
+        ]
+        if strange:
+            raise UserError(
+                "out-exists",
+                f"{self._out} has {count(len(strange), 'file')} from elsewhere: {some(strange)}",
+                why=f"{MANIFEST} does not list them, so they would be lost",
+                hint="--out ANOTHER_FOLDER, or --force to replace them",
+            )
+
+    def add(self, job: Job, made: PredictedVolume) -> None:
+        self._volumes[job.id] = {"key": self.key_of(job), "file": made.path.name, "foreground": made.foreground}
+        self.write()
+
+    def write(self) -> None:
+        document = {"format": FORMAT, "settings": self._settings, "volumes": self._volumes}
+        write_text(self.path, json.dumps(document, indent=1) + "\n")
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            document = read_json(self.path, LARGEST_MANIFEST_BYTES)
+            if not isinstance(document, dict) or not isinstance(document.get("settings"), dict):
+                raise ValueError
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            if self._force:
+                return None
+            raise UserError(
+                "bad-manifest", f"{self.path} is damaged, or was not written by stoker predict",
+                why="it says how the files beside it were made", hint="--out ANOTHER_FOLDER, or --force",
+            ) from None  # fmt: skip
+        return document
+
+
+@contextmanager
+def only_one(out: Path) -> Iterator[None]:
+    """Keeps a second prediction out of the folder, and removes the folder of unfinished ones if nothing is in it."""
+    lease = Lease(out / UNFINISHED / LEASE)
+    try:
+        with disk_errors(out):
+            lease.acquire()
+    except LeaseHeld as held:
+        raise UserError(
+            "out-busy", held.seen, why="two predictions would write the same files",
+            hint="wait for the other one, or --out ANOTHER_FOLDER",
+        ) from None  # fmt: skip
+    try:
+        yield
+    finally:
+        lease.release()
+        with suppress(OSError):
+            if [one.name for one in (out / UNFINISHED).iterdir()] == [LEASE]:
+                (out / UNFINISHED / LEASE).unlink()
+                (out / UNFINISHED).rmdir()
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 class RawVolume:
@@ -69,11 +287,9 @@ class RawVolume:
         return found
 
     def planes(self, start: int, stop: int, channel: int = 0) -> NDArray[Any]:
-        """The planes from `start` up to `stop`."""
         return self.read(Region((start, 0, 0), (stop, *self.shape[1:])), channel)
 
     def write_planes(self, start: int, voxels: NDArray[Any]) -> None:
-        """Writes planes (z, y, x) of the single channel."""
         self.write(Region((start, 0, 0), (start + len(voxels), *self.shape[1:])), voxels)
 
     def sync(self) -> None:
@@ -96,18 +312,23 @@ class RawVolume:
             yield rows, ((channel * depth + z) * height + y) * row_bytes
 
 
-class Workspace:
-    """The folder of one unfinished volume: its raw result and the sums between layers (`Carried`).
+class Workspace(Carried):
+    """The folder of one unfinished volume: its raw result and the sums between layers.
 
     Sums are in two files that take turns: the layer that is being predicted reads one and writes the other, so that
     it can be done again after a kill."""
 
     def __init__(self, folder: Path, grid: WindowGrid, classes: int, dtype: Any, channels: int, key: str) -> None:
-        self.folder, self._grid, self._classes = folder, grid, classes
-        self._key = key
+        super().__init__(grid, classes)
+        self.folder, self._key = folder, key
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.first_layer = self._known_layer()
+            known = _finished_layers(folder, key)
+            if known is not None and 0 <= known <= grid.layers:
+                self.first_layer = known
+            else:
+                for file in folder.iterdir():  # of other settings, and useless
+                    remove(file)
             self.result = RawVolume(folder / "result.raw", grid.shape, dtype, channels)
             self._sums = [os.open(folder / f"sums.{n}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666) for n in (0, 1)]
         except OSError as error:
@@ -140,22 +361,9 @@ class Workspace:
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _known_layer(self) -> int:
-        """The layers that an earlier start has finished with the same settings; files of other settings are useless."""
-        known = _finished_layers(self.folder, self._key)
-        if known is not None and 0 <= known <= self._grid.layers:
-            return known
-        for file in self.folder.iterdir():
-            _remove(file)
-        return 0
-
-
-def is_begun(folder: Path, key: str) -> bool:
-    """Whether a folder has an unfinished prediction with these settings."""
-    return _finished_layers(folder, key) is not None
-
 
 def _finished_layers(folder: Path, key: str) -> int | None:
+    """The layers in the folder of an unfinished volume; None if it was not begun with these settings."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         state = read_json(folder / "state.json")
         if state["key"] == key:
@@ -166,13 +374,13 @@ def _finished_layers(folder: Path, key: str) -> int | None:
 def write_volume(raw: RawVolume, target: Path, file_format: FileFormat) -> None:
     """Writes a raw result as TIFF or Zarr; it appears under its name when it is whole, and replaces what was there."""
     draft = raw.path.parent / f"draft{SUFFIX[file_format]}"
-    _remove(draft)
+    remove(draft)
     write = _write_tiff if file_format == "tiff" else _write_zarr
     write(raw, draft)
     if target.is_dir() and not target.is_symlink():
         # A folder cannot be replaced in one step: the old one moves away first.
         old = raw.path.parent / "old"
-        _remove(old)
+        remove(old)
         target.replace(old)
     draft.replace(target)
     sync_folder(target.parent)
@@ -192,31 +400,10 @@ def _write_tiff(raw: RawVolume, path: Path) -> None:
 
 
 def _write_zarr(raw: RawVolume, path: Path) -> None:
-    """Zarr v3 in chunks, including those that are all zero, because a missing chunk may also be a lost one."""
-    tensorstore = library("tensorstore")
-    shape = [*([raw.channels] if raw.channels > 1 else []), *raw.shape]
-    chunks = [*([1] if raw.channels > 1 else []), *(min(CHUNK, size) for size in raw.shape)]
-    array = tensorstore.open(
-        {
-            "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": f"{path}/"},
-            "metadata": {
-                "shape": shape,
-                "data_type": raw.dtype.name,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
-                "codecs": [
-                    {"name": "bytes", "configuration": {"endian": "little"}}
-                    if raw.dtype.itemsize > 1
-                    else {"name": "bytes"},
-                    {"name": "zstd", "configuration": {"level": 3}},
-                ],
-                "dimension_names": [*("c" if raw.channels > 1 else ""), "z", "y", "x"],
-            },
-            "store_data_equal_to_fill_value": True,
-        },
-        create=True,
-        context=tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}}),
-    ).result()
+    channels, chunk = ([], []) if raw.channels == 1 else ([raw.channels], [1])
+    codecs = [bytes_codec(raw.dtype), {"name": "zstd", "configuration": {"level": 3}}]
+    chunk += [min(CHUNK, size) for size in raw.shape]
+    array = create_zarr(path, [*channels, *raw.shape], raw.dtype, chunk, codecs)
     depth, height, width = raw.shape
     for channel in range(raw.channels):
         for z in range(0, depth, CHUNK):
@@ -264,13 +451,6 @@ def not_writable(folder: Path, error: OSError) -> UserError:
             hint="make room, and give the same command again: it resumes",
         )
     return UserError("out-not-writable", f"{folder} cannot be written: {error.strerror or error}", hint="--out FOLDER")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _write_all(file: int, array: NDArray[Any], offset: int) -> None:

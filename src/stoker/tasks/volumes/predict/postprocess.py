@@ -7,7 +7,7 @@ labelled again for the second pass instead of being kept. What stays in memory i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -26,7 +26,8 @@ SLAB_VOXELS = 1 << 24
 BYTES_PER_VOXEL = 12
 _COUNTED_AT_ONCE = 1 << 21
 LARGEST_RADIUS = 8
-_NEEDS_NUMBER = {"remove_small": True, "fill_holes": False, "closing": True}
+_NUMBERS = {"remove_small": "voxels, as in remove_small=100", "fill_holes": "", "closing": "a radius, as in closing=1"}
+"""What the number of a step is; empty for one without a number."""
 
 
 class Planes(Protocol):
@@ -67,7 +68,7 @@ class PostStep:
     """Voxels of the smallest component that stays; radius of the closing."""
 
     def __str__(self) -> str:
-        return f"{self.name}={self.number}" if _NEEDS_NUMBER[self.name] else self.name
+        return f"{self.name}={self.number}" if _NUMBERS[self.name] else self.name
 
 
 def parse_chain(text: str) -> tuple[PostStep, ...]:
@@ -75,17 +76,16 @@ def parse_chain(text: str) -> tuple[PostStep, ...]:
     steps = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in word.partition("="))
-        if name not in _NEEDS_NUMBER:
+        if name not in _NUMBERS:
             raise UserError(
                 "unknown-post-step",
                 f"predict_postprocess has the step {name!r}",
-                why=f"known are {', '.join(_NEEDS_NUMBER)}",
-                hint=did_you_mean(name, _NEEDS_NUMBER) or "remove_small=100,fill_holes,closing=1",
+                why=f"known are {', '.join(_NUMBERS)}",
+                hint=did_you_mean(name, _NUMBERS) or "remove_small=100,fill_holes,closing=1",
             )
         seen = f"predict_postprocess has {word!r}"
-        if bool(equals) != _NEEDS_NUMBER[name] or (equals and not (value.isdecimal() and int(value) > 0)):
-            what = {"remove_small": "voxels, as in remove_small=100", "closing": "a radius, as in closing=1"}.get(name)
-            raise UserError("bad-post-step", seen, why=f"{name} takes {what or 'no number'}")
+        if bool(equals) != bool(_NUMBERS[name]) or (equals and not (value.isdecimal() and int(value) > 0)):
+            raise UserError("bad-post-step", seen, why=f"{name} takes {_NUMBERS[name] or 'no number'}")
         if name == "closing" and int(value) > LARGEST_RADIUS:
             raise UserError("bad-post-step", seen, why=f"radii up to {LARGEST_RADIUS} are supported")
         steps.append(PostStep(name, int(value) if equals else 0))  # type: ignore[arg-type]
@@ -164,15 +164,14 @@ class _Components:
         self._label: Callable[[NDArray[Any]], NDArray[Any]] = partial(
             library("cc3d").connected_components, connectivity=neighbours
         )
-        self._source, self._of, self._neighbours = source, of, neighbours
+        self._source, self._of = source, of
         self._depth, self._planes = source.shape[0], _planes_at_once(source.shape, slab_voxels)
         counts: list[NDArray[np.int64]] = []
         borders: list[NDArray[np.int64]] = []
         pairs: list[NDArray[np.int64]] = []
         self._firsts: list[int] = []
         first, before = 0, None
-        for start in range(0, self._depth, self._planes):
-            voxels, labels = self._labelled(start)
+        for start, _, voxels, labels in self._labelled():
             total = int(labels.max()) + 1
             self._firsts.append(first)
             counts.append(_count(labels, total))
@@ -189,15 +188,16 @@ class _Components:
         sums = np.bincount(self._roots, weights=values, minlength=len(self._roots))
         return sums[self._roots].astype(np.int64)
 
-    def slabs(self) -> Any:
+    def slabs(self) -> Iterator[tuple[int, NDArray[Any], NDArray[Any], int]]:
         """Each slab again: where it begins, its mask, its labels, and the number of its background."""
-        for first, start in zip(self._firsts, range(0, self._depth, self._planes), strict=True):
-            mask = self._source.planes(start, min(start + self._planes, self._depth))
-            yield start, mask, self._label(self._of(mask)), first
+        for first, (start, mask, _, labels) in zip(self._firsts, self._labelled(), strict=True):
+            yield start, mask, labels, first
 
-    def _labelled(self, start: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        voxels = self._of(self._source.planes(start, min(start + self._planes, self._depth)))
-        return voxels, self._label(voxels)
+    def _labelled(self) -> Iterator[tuple[int, NDArray[Any], NDArray[Any], NDArray[Any]]]:
+        for start in range(0, self._depth, self._planes):
+            mask = self._source.planes(start, min(start + self._planes, self._depth))
+            voxels = self._of(mask)
+            yield start, mask, voxels, self._label(voxels)
 
     def _touching(self, labels: NDArray[Any], total: int, start: int) -> NDArray[np.int64]:
         faces = [labels[:, 0], labels[:, -1], labels[:, :, 0], labels[:, :, -1]]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -28,22 +27,20 @@ from stoker.tasks.volumes.formats.opening import SUFFIXES, OpenVolumes, VolumeRe
 from stoker.tasks.volumes.formats.volume import Region
 from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
 from stoker.tasks.volumes.pack.index import read_index
-from stoker.tasks.volumes.predict.manifest import (
+from stoker.tasks.volumes.predict.output import (
+    SUFFIX,
     UNFINISHED,
+    FileFormat,
     Job,
     Manifest,
     PredictedVolume,
     PredictionOptions,
-    only_one,
-    settings_of,
-)
-from stoker.tasks.volumes.predict.output import (
-    SUFFIX,
-    FileFormat,
     RawVolume,
     Workspace,
     disk_errors,
     free_bytes,
+    only_one,
+    settings_of,
     write_submission,
     write_volume,
 )
@@ -119,14 +116,17 @@ def predict(
 
 
 def _text(found: VolumePredictions) -> str:
-    """A row for each predicted volume, and where the submission is."""
-    rows = []
-    for one in found.volumes:
-        speed = "earlier" if one.seconds is None else f"{one.seconds:,.1f} s"
-        share = "" if one.foreground is None else f"{one.foreground:.2%}"
-        rows.append(
-            (shown(one.id), "x".join(map(str, one.shape)), f"{one.windows:,}", speed, share, shown(str(one.path)))
+    rows = [
+        (
+            shown(one.id),
+            "x".join(map(str, one.shape)),
+            f"{one.windows:,}",
+            "earlier" if one.seconds is None else f"{one.seconds:,.1f} s",
+            "" if one.foreground is None else f"{one.foreground:.2%}",
+            shown(str(one.path)),
         )
+        for one in found.volumes
+    ]
     if not rows:
         return ""
     table = format_table(rows, ("volume", "shape", "windows", "time", "not class 0", "file"))
@@ -247,6 +247,7 @@ def _opened(
     jobs: list[Job] = []
     bad: list[tuple[str, str]] = []
     inputs: set[Path] = set()
+    dtype, channels = options.stored_as(segmenter.classes)
     for case in cases:
         try:
             images = tuple(volumes.get(ref, case.box) for ref in case.images)
@@ -256,8 +257,7 @@ def _opened(
         check_channels(segmenter, images)
         size = prediction_size(
             images[0].shape, segmenter.patch, options.sliding, classes=segmenter.classes,
-            networks=len(segmenter.models),
-            voxel_bytes=_channels(segmenter, options) * _kind(segmenter, options).itemsize,
+            networks=len(segmenter.models), voxel_bytes=channels * dtype.itemsize,
         )  # fmt: skip
         jobs.append(Job(case.id, images, out / f"{case.id}{SUFFIX[options.file_format]}", size))
         inputs |= {Path(ref.location).resolve() for ref in case.images if not is_url(ref.location)}
@@ -284,7 +284,7 @@ def _predict_all(
     for job in jobs:
         workspace = Workspace(
             manifest.unfinished(job), WindowGrid(job.shape, segmenter.patch, options.sliding.overlap),
-            segmenter.classes, _kind(segmenter, options), _channels(segmenter, options), manifest.key_of(job),
+            segmenter.classes, *options.stored_as(segmenter.classes), manifest.key_of(job),
         )  # fmt: skip
         skipped = workspace.first_layer * (job.size.windows // job.size.layers)
         if workspace.first_layer:
@@ -323,9 +323,7 @@ def _predict_one(
             found = decided(probabilities, options.threshold)
         workspace.result.write(region, found.cpu().numpy())  # waits for the device, once in a row of windows
 
-    predict_volume(
-        segmenter, job.images, take, sliding=options.sliding, carried=workspace, progress=progress, say=say
-    )  # fmt: skip
+    predict_volume(segmenter, job.images, take, sliding=options.sliding, carried=workspace, progress=progress, say=say)
     result = workspace.result
     for number, step in enumerate(options.post):
         cleaned = RawVolume(workspace.folder / f"post.{number % 2}", job.shape, result.dtype)
@@ -333,18 +331,15 @@ def _predict_one(
         if result is not workspace.result:
             result.close()
         result = cleaned
-    foreground = None if options.probabilities is not None else _foreground(result)
+    foreground = None
+    if options.probabilities is None:
+        voxels = job.shape[0] * job.shape[1] * job.shape[2]
+        foreground = sum(int(np.count_nonzero(result.planes(z, z + 1))) for z in range(job.shape[0])) / voxels
     write_volume(result, job.target, options.file_format)
     if result is not workspace.result:
         result.close()
     seconds = time.monotonic() - began_s
     return PredictedVolume(job.id, job.target, job.shape, job.size.windows, seconds, foreground)
-
-
-def _foreground(result: RawVolume) -> float:
-    depth = result.shape[0]
-    set_voxels = sum(int(np.count_nonzero(result.planes(z, z + 1))) for z in range(depth))
-    return set_voxels / max(1, depth * result.shape[1] * result.shape[2])
 
 
 def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, options: PredictionOptions) -> None:
@@ -377,13 +372,3 @@ def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, optio
             why="the process would be killed halfway",
             hint=hint,
         )
-
-
-def _kind(segmenter: Segmenter, options: PredictionOptions) -> np.dtype[Any]:
-    if options.probabilities is not None:
-        return np.dtype(options.probabilities)
-    return np.dtype(np.uint8 if segmenter.classes <= 256 else np.int16)
-
-
-def _channels(segmenter: Segmenter, options: PredictionOptions) -> int:
-    return segmenter.classes - 1 if options.probabilities is not None else 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,16 @@ from stoker.core.console import Advance, Say
 from stoker.core.errors import UserError
 from stoker.tasks.volumes.augment import memory_format_of, normalise
 from stoker.tasks.volumes.cases.survey import Normalization, Statistics, measure, value_range
-from stoker.tasks.volumes.formats.volume import Region, Shape, Volume, Voxels, check_finite, read_padded
+from stoker.tasks.volumes.formats.volume import (
+    Region,
+    Shape,
+    Volume,
+    Voxels,
+    as_shape,
+    box_at,
+    check_finite,
+    read_padded,
+)
 from stoker.tasks.volumes.predict.windows import SlidingWindow, Window, WindowGrid
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 from stoker.train.compute import Precision, set_matmul_precision
@@ -114,41 +123,28 @@ def _check_same(first: TrainedVolumeModel, other: TrainedVolumeModel) -> None:
             )
 
 
-class Carried(Protocol):
-    """Sums that one layer of windows leaves to the next, kept outside the memory of the prediction."""
-
-    @property
-    def first_layer(self) -> int:
-        """Where to begin: layers before it are finished."""
-
-    def read(self, layer: int, start: int, stop: int) -> NDArray[np.float32]:
-        """What was carried into a layer for y from `start` to `stop`: (y, classes but the first, z, x)."""
-
-    def write(self, layer: int, start: int, sums: NDArray[np.float32]) -> None:
-        """Carries sums for y from `start` on into a layer."""
-
-    def layer_done(self, layer: int) -> None:
-        """Every finished box of a layer was taken, and all that it carries into the next layer was written."""
-
-
-class CarriedInMemory:
-    """Keeps the sums in memory, for volumes that are not too large."""
+class Carried:
+    """The sums that one layer of windows leaves to the next: here in memory, for volumes that are not too large."""
 
     first_layer = 0
+    """Where to begin: layers before it are finished."""
 
     def __init__(self, grid: WindowGrid, classes: int) -> None:
         self._grid, self._classes = grid, classes
         self._layers: dict[int, NDArray[np.float32]] = {}
 
     def read(self, layer: int, start: int, stop: int) -> NDArray[np.float32]:
+        """What was carried into a layer for y from `start` to `stop`: (y, classes but the first, z, x)."""
         return self._layers[layer][start:stop]
 
     def write(self, layer: int, start: int, sums: NDArray[np.float32]) -> None:
+        """Carries sums for y from `start` on into a layer."""
         if layer not in self._layers:
             self._layers[layer] = np.empty(self._grid.carried_shape(layer, self._classes), np.float32)
         self._layers[layer][start : start + len(sums)] = sums
 
     def layer_done(self, layer: int) -> None:
+        """Every finished box of a layer was taken, and all that it carries into the next layer was written."""
         self._layers.pop(layer, None)
 
 
@@ -172,7 +168,7 @@ def predict_volume(
     sliding = sliding or SlidingWindow()
     check_channels(segmenter, images)
     grid = WindowGrid(images[0].shape, segmenter.patch, sliding.overlap)
-    carried = carried or CarriedInMemory(grid, segmenter.classes)
+    carried = carried or Carried(grid, segmenter.classes)
     means, deviations = statistics or measured(images, segmenter.normalize)
     numbers = means.tolist(), deviations.tolist()
     sums = _RowSums(grid, segmenter, carried, take)
@@ -195,7 +191,7 @@ def predict_volume(
                 done += len(windows)
                 if progress is not None:
                     progress(done, len(grid))
-            sums.finish()
+            sums.close_row()
             carried.layer_done(layer)
 
 
@@ -234,12 +230,16 @@ def scaled(probabilities: Tensor, scale: Scale) -> Tensor:
     return probabilities.mul(255).round_().clamp_(0, 255).to(torch.uint8)
 
 
+def mask_dtype(classes: int) -> np.dtype[Any]:
+    """The type of a mask: one byte if that is enough."""
+    return np.dtype(np.uint8 if classes <= 256 else np.int16)
+
+
 def predicted_mask(
     segmenter: Segmenter, images: Sequence[Volume], *, threshold: float | None = None, **options: Any
 ) -> NDArray[Any]:
     """The class of every voxel, in memory; the options are those of `predict_volume`."""
-    kind = np.uint8 if segmenter.classes <= 256 else np.int16
-    mask: NDArray[Any] = np.zeros(images[0].shape, kind)
+    mask: NDArray[Any] = np.zeros(images[0].shape, mask_dtype(segmenter.classes))
 
     def take(region: Region, probabilities: Tensor) -> None:
         mask[region.slices] = decided(probabilities, threshold).cpu().numpy()
@@ -267,27 +267,20 @@ class _RowSums:
     def add(self, window: Window, probabilities: Tensor) -> None:
         """Adds a window; they come in their order."""
         while self._row < window.row:
-            self._close_row()
+            self.close_row()
         x = self._grid.axes[2]
         begin = x.starts[window.column] - x.starts[0]
         weights = self._along_z[window.layer] * (self._along_y[window.row] * self._along_x[window.column])
         self._sums[..., begin : begin + x.length].addcmul_(probabilities, weights)
 
-    def finish(self) -> None:
-        """The layer has no more windows."""
-        self._close_row()
-
-    def _close_row(self) -> None:
+    def close_row(self) -> None:
+        """The row has no more windows: takes what no later one adds to, and goes on with the next row, if any."""
         z, y, x = self._grid.axes
         planes = z.closes_at(self._layer) - z.starts[self._layer]
         rows = y.closes_at(self._row) - y.starts[self._row]
-        box = Region(
-            (z.starts[self._layer], y.starts[self._row], x.starts[0]),
-            (z.closes_at(self._layer), y.closes_at(self._row), x.starts[0] + x.extent),
-        )
-        inside = box.within(self._grid.shape)
-        depth, height, width = inside.moved((-box.start[0], -box.start[1], -box.start[2])).slices
-        closed = self._sums[:, depth, height, width]
+        start = z.starts[self._layer], y.starts[self._row], x.starts[0]
+        inside = box_at(start, (planes, rows, x.extent)).within(self._grid.shape)
+        closed = self._sums[:, *inside.moved(as_shape(-a for a in start)).slices]
         if not bool(closed.isfinite().all()):  # waits for the device, once in a row
             raise UserError(
                 "prediction-not-finite",

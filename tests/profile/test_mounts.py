@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from stoker.io.storage_speed import Mount, is_remote, mount_of
+from stoker.profile.mounts import Mount, is_remote, mount_of
 
 LIST = r"""27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 27 0:30 / /data rw,relatime shared:5 - nfs4 filer:/export rw,vers=4.2
@@ -46,9 +45,3 @@ def test_a_link_counts_as_its_target(tmp_path: Path) -> None:
 def test_what_a_file_system_type_does_not_say_is_not_guessed(tmp_path: Path) -> None:
     assert is_remote("fuse", "something") is None
     assert mount_of("/", tmp_path / "missing") is None
-
-
-def test_this_machine_has_a_root() -> None:
-    found = mount_of(os.sep)
-    assert found is not None
-    assert found.kind

@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import nn
 
-from stoker.profile.flops import training_flops_per_image
+from stoker.train.compute import training_flops_per_image
 
 
 def without_weights(name: str) -> nn.Module:

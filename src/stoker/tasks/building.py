@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a run is built: its rank and device, and what its loaders use beside the data."""
+    """Where a run is built: its rank and device, and what its loaders use besides the data."""
 
     ranks: Ranks
     device: torch.device

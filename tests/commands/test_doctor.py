@@ -267,7 +267,7 @@ def test_a_card_by_name_is_as_fast_as_the_plan_says(large_pictures: Path) -> Non
     pace = read_pace("a100-80", large_pictures, ["devices=8", network])
     plan = plan_config(large_pictures, [network], WantedMachine(gpu="a100-80")).plan
     assert pace.images_per_second == plan.time.rates["accelerator"].images_per_second
-    assert "A100" in pace.how
+    assert "A100" in pace.source
 
 
 WORKERS = Prediction(

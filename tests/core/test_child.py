@@ -96,8 +96,10 @@ def test_any_other_error_arrives_with_its_traceback() -> None:
 
 
 def sleep_with_others(folder: str | None, parent: Parent) -> None:
-    """Starts a process that outlives it, reports that, and sleeps in a temporary folder."""
-    other = subprocess.Popen(["sleep", "600"])
+    """Starts processes that outlive it, reports that, and sleeps in a temporary folder."""
+    other = subprocess.Popen(["sleep", "600"], start_new_session=folder is None)
+    if folder is None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with tempfile.TemporaryDirectory(dir=folder):
         parent.send([os.getpid(), other.pid])
         time.sleep(600)
@@ -137,23 +139,6 @@ def test_however_the_parent_ends_nothing_is_left(ending: signal.Signals, tmp_pat
     parent.communicate(timeout=DEADLINE_S)
     wait_until(lambda: not any(map(is_running, pids)))
     assert not list(tmp_path.iterdir()), "it had the time to clean up"
-
-
-def ignore_everything(_argument: Any, parent: Parent) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    outside = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    parent.send([os.getpid(), outside.pid])
-    time.sleep(600)
-
-
-def test_a_child_that_ignores_the_request_is_killed_with_all_below_it() -> None:
-    program = PROGRAM.replace("sleep_with_others, sys.argv[1]", "ignore_everything")
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pids = [int(word) for word in parent.stdout.readline().split()]
-    parent.kill()
-    parent.communicate()
-    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def add_up(start: int, parent: Parent) -> int:
@@ -201,33 +186,18 @@ def share(tasks: list[int]) -> tuple[list[int], list[int]]:
     return told, answers
 
 
-def test_tasks_are_distributed_among_workers() -> None:
+def test_tasks_are_distributed_among_workers_and_one_that_fails_or_dies_says_why() -> None:
     told, answers = share([1, 2, 3, 4, 5])
     assert sorted(told) == [1, 2, 3, 4, 5]
     assert sorted(answers) == [2, 4, 6, 8, 10]
     assert share([]) == ([], [])
-
-
-def test_a_worker_that_dies_is_named_by_its_task() -> None:
     with pytest.raises(ChildDied) as died:
         share([1, 2, 13, 3])
     assert (died.value.task, died.value.exit_code) == (13, -signal.SIGKILL)
-
-
-def test_an_error_in_a_worker_arrives_with_its_traceback() -> None:
     with pytest.raises(ChildFailed, match="no such number"):
         share([1, 99])
-
-
-def fail_before_the_first_task(_argument: Any, _parent: Parent) -> None:
-    raise UserError("no-decoder", "there is none")
-
-
-def test_a_worker_that_fails_before_its_first_task_says_why() -> None:
-    with pytest.raises(UserError, match="there is none"):
-        share_out(
-            fail_before_the_first_task, None, [b"x" * 1_000_000] * 3, workers=2, on_message=print, on_answer=print
-        )
+    with pytest.raises(UserError, match="there is none"):  # before its first task
+        share_out(refuse, "user", [b"x" * 1_000_000] * 3, workers=2, on_message=print, on_answer=print)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

@@ -58,14 +58,6 @@ def test_the_lowest_priority_stays_as_it_is() -> None:
     assert done.stdout == f"{LOWEST}\n"
 
 
-def test_a_system_that_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_arguments: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "setpriority", refuse)
-    step_back()
-
-
 @pytest.mark.parametrize("engine", ["thread", "process"])
 def test_workers_run_at_a_lower_priority_than_the_thread_that_takes_their_batches(tmp_path: Path, engine: str) -> None:
     make_images(tmp_path, "train", 12)

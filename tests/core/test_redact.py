@@ -15,7 +15,6 @@ from stoker.core.redact import HIDDEN, redact, redact_text
         "--wandb-api-key SECRETVALUE",
         "AWS_SECRET_ACCESS_KEY=SECRETVALUE",
         '{"hf_token": "SECRETVALUE"}',
-        "password: SECRETVALUE",
         "hf_SECRETVALUESECRETVALUE",
         "https://account.blob.core.windows.net/c?sv=2024&sig=SECRETVALUE",
     ],

@@ -86,15 +86,12 @@ def test_a_paced_consumer_measures_everything_but_the_model(config_file: Path) -
     assert all(done <= total for _, done, total in told)
 
 
-def test_the_real_loop_is_tried_on_batches_in_memory(config_file: Path) -> None:
+def test_the_real_loop_is_tried_on_batches_in_memory_and_with_its_loader(config_file: Path) -> None:
     told: list[float] = []
     found = ceiling_trial(load(config_file), job(0.5), told.append)
     assert found["images_per_second"] > 1
     assert found["accelerator"] is None
     assert told[0] == 0.0
-
-
-def test_the_real_loop_is_tried_with_its_loader(config_file: Path) -> None:
     found = together_trial(load(config_file), job(0.5), lambda _seconds: None)
     seen = observed_from(found["lines"], "the trial")
     assert seen.steps >= 1

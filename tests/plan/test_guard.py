@@ -22,12 +22,7 @@ def config(*words: str) -> Config:
     return load_config(None, [*(word for word in small if word.partition("=")[0] not in given), *words]).config
 
 
-def test_a_config_that_fits_starts_silently(capsys: pytest.CaptureFixture[str]) -> None:
-    refuse_what_cannot_fit(config(), None, HERE, force=False)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_workers_that_need_more_memory_than_there_is_are_refused_with_a_number_that_fits() -> None:
+def test_workers_that_need_more_memory_than_there_is_are_refused_with_numbers_that_fit() -> None:
     greedy = config("num_workers=64", "prefetch_factor=16", "batch_size=1024", "loader=process", "img_size=224")
     with pytest.raises(UserError) as caught:
         refuse_what_cannot_fit(greedy, None, HERE, force=False)
@@ -36,9 +31,6 @@ def test_workers_that_need_more_memory_than_there_is_are_refused_with_a_number_t
     assert "/dev/shm has 8 GB" in caught.value.seen
     assert caught.value.hint is not None
     assert "--force" in caught.value.hint
-
-
-def test_the_suggested_keys_fit() -> None:
     greedy = config("num_workers=64", "prefetch_factor=16", "batch_size=256", "loader=process", "img_size=224")
     plan = quick_plan(greedy, None, HERE)
     (fix,) = [finding.fix for finding in plan.refused if finding.name == "ram-exceeded"]
@@ -48,7 +40,9 @@ def test_the_suggested_keys_fit() -> None:
     assert "ram-exceeded" not in {finding.name for finding in cured.refused}
 
 
-def test_force_starts_anyway_and_says_what_was_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_fits_starts_silently_and_force_says_what_was_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    refuse_what_cannot_fit(config(), None, HERE, force=False)
+    assert capsys.readouterr() == ("", "")
     tiny = Machine(cpus=2, ram_bytes=1_000_000_000, shm_bytes=64_000_000, accelerators=0)
     refuse_what_cannot_fit(config(), None, tiny, force=True)
     assert "warning: " in capsys.readouterr().err

@@ -43,23 +43,14 @@ def test_our_batches_take_a_quarter_of_the_float_ones() -> None:
     assert not budget.measured
 
 
-def test_the_parts_add_up_to_the_total() -> None:
-    shape = HostShape(
-        PROCESSES, validation=THREADS, processes=4, on_gpu=True, samples=1_331_167, lookahead_bytes=256_000_000,
-        model_bytes=102_000_000, state_bytes=306_000_000,
-    )  # fmt: skip
-    budget = ram_budget(shape, limit_bytes=62 * GB)
-    assert sum(budget.parts.values()) == budget.total_bytes
-    assert budget.loader_bytes == sum(
-        budget.parts[name] for name in ("fork server", "workers", "batches in flight", "fetched ahead")
-    )
-
-
 def test_what_is_per_accelerator_is_counted_for_each_and_what_is_per_host_once() -> None:
     one = HostShape(
         PROCESSES, on_gpu=True, samples=1_000_000, lookahead_bytes=256_000_000, model_bytes=100, state_bytes=300
     )
-    single, eight = (ram_budget(replace(one, processes=count)).parts for count in (1, 8))
+    budgets = [ram_budget(replace(one, processes=count)) for count in (1, 8)]
+    single, eight = (budget.parts for budget in budgets)
+    loader = [eight[name] for name in ("fork server", "workers", "batches in flight", "fetched ahead")]
+    assert (budgets[1].total_bytes, budgets[1].loader_bytes) == (sum(eight.values()), sum(loader))
     for name in ("index", "checkpoint copy", "system"):
         assert eight[name] == single[name]
     for name in ("training process", "fork server", "workers", "batches in flight", "fetched ahead", "CUDA"):
@@ -68,16 +59,11 @@ def test_what_is_per_accelerator_is_counted_for_each_and_what_is_per_host_once()
     assert single["CUDA"] == CUDA_HOST_BYTES
 
 
-def test_without_a_gpu_cuda_is_not_counted_but_the_step_is() -> None:
-    parts = ram_budget(HostShape(THREADS, step_bytes=5 * GB, state_bytes=GB)).parts
-    assert "CUDA" not in parts
-    assert parts["training step"] == 5 * GB
-    assert parts["checkpoint copy"] == GB
-
-
-def test_threads_have_no_fork_server_and_no_shared_memory() -> None:
-    shape = HostShape(THREADS)
-    assert "fork server" not in ram_budget(shape).parts
+def test_without_a_gpu_there_is_no_cuda_but_the_step_and_threads_need_no_fork_server_and_no_shared_memory() -> None:
+    shape = HostShape(THREADS, step_bytes=5 * GB, state_bytes=GB)
+    parts = ram_budget(shape).parts
+    assert {"CUDA", "fork server"}.isdisjoint(parts)
+    assert (parts["training step"], parts["checkpoint copy"]) == (5 * GB, GB)
     assert shm_budget(shape, 64_000_000).fits
     assert shm_budget(shape, 64_000_000).needed == 0
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from stoker.config import load_config
 from stoker.core.errors import UsageError
 from stoker.plan.break_even import Room
-from stoker.plan.budget import check_counts
+from stoker.plan.budget import Hardware, PlannedRun, check_counts
 from stoker.plan.records import Rate, TimeBudget
 from stoker.plan.timing import (
     cores_worth,
@@ -21,35 +23,43 @@ from stoker.plan.timing import (
     torch_loader_rate,
 )
 from stoker.tasks.images.plan_facts import FASTER_THAN_TORCH, FASTER_THAN_TORCH_RANGE, loader_figures
+from stoker.tasks.plan_facts import DataFacts
 from tests.conftest import PROJECT
 
+CONFIG = load_config(None, ["model=test_resnet", "batch_size=128", "epochs=100", "num_workers=4"]).config
+DATA = DataFacts(1, 1, 1_000_000, 100_000.0, figures=replace(loader_figures(224), packing_speedup=1.5))
 
-def budget(**rates: float) -> TimeBudget:
-    return time_budget(
-        {name: Rate(value, "made up") for name, value in rates.items()},
-        total_batch=256, steps_per_epoch=5004, epochs=100, nodes=2, price_per_hour=1.5,
-    )  # fmt: skip
+
+def job(
+    config: dict[str, object] | None = None, *, gpus: int = 1, nodes: int = 1, cpus: int = 8, **more: Any
+) -> PlannedRun:
+    """A million images of 100 kB on a machine with 8 cores."""
+    return PlannedRun(CONFIG.model_copy(update=config or {}), Hardware(gpus, nodes, cpus, **more), DATA)
+
+
+def budget(planned: PlannedRun | None = None, **rates: float) -> TimeBudget:
+    return time_budget({name: Rate(value, "made up") for name, value in rates.items()}, planned or job())
 
 
 def test_the_slowest_part_sets_the_pace_and_is_named() -> None:
-    time = budget(accelerator=1000.0, loader=250.0, storage=512.0)
+    two_nodes = job(nodes=2, price_per_hour=1.5)
+    time = budget(two_nodes, accelerator=1000.0, loader=250.0, storage=512.0)
     assert (time.bound_by, time.images_per_second) == ("loader", 250.0)
     assert time.step_s == pytest.approx(256 / 250)
-    assert time.epoch_s == pytest.approx(5004 * 256 / 250)
-    assert time.total_s == pytest.approx(100 * 5004 * 256 / 250)
+    assert two_nodes.steps_per_epoch == 1_000_000 // 256
+    assert time.epoch_s == pytest.approx(two_nodes.steps_per_epoch * 256 / 250)
+    assert time.total_s == pytest.approx(100 * time.epoch_s)
     assert time.cost == pytest.approx(time.total_s / 3600 * 1.5 * 2)
 
 
 def test_unknown_times_are_not_reported() -> None:
-    time = time_budget({}, total_batch=8, steps_per_epoch=None, epochs=3, nodes=1, price_per_hour=2.0)
+    time = budget(job(price_per_hour=2.0))
     assert time.images_per_second is time.bound_by is time.cost is time.total_s is None
-    assert time_findings(time, cpus=4, nodes=1, sample_bytes=1e5, dataset_bytes=None, config="x.yaml") == []
+    assert time_findings(time, job(), "x.yaml") == []
 
 
 def findings(time: TimeBudget) -> dict[str, str]:
-    found = time_findings(
-        time, cpus=8, nodes=1, sample_bytes=100_000, dataset_bytes=1e11, config="x.yaml", packing_speedup=1.5
-    )
+    found = time_findings(time, job(), "x.yaml")
     assert all(finding.speedup is None or finding.speedup.low <= finding.speedup.high for finding in found)
     return {finding.name: finding.seen for finding in found}
 
@@ -77,36 +87,34 @@ def test_the_part_that_is_slower_than_the_accelerator_is_named_with_what_it_need
 )
 def test_slow_storage_is_fixed_by_staging_where_there_is_room(free: int | None, fix: str, most: float | None) -> None:
     room = None if free is None else Room("/nvme", free)
-    (found,) = time_findings(
-        budget(accelerator=1000.0, loader=2000.0, storage=200.0), cpus=8, nodes=1, sample_bytes=100_000,
-        dataset_bytes=1e11, config="x.yaml", data_root="s3://bucket/imagenet", room=room,
-    )  # fmt: skip
+    planned = job({"data_root": "s3://bucket/imagenet"}, room=room)
+    (found,) = time_findings(budget(accelerator=1000.0, loader=2000.0, storage=200.0), planned, "x.yaml")
     assert found.fix == fix
     assert (None if found.speedup is None else found.speedup.high) == (None if most is None else pytest.approx(most))
     assert ("/nvme has" in found.seen) == (room is not None)
     assert ("pays off" in found.seen) == fix.startswith("stoker stage")
 
 
+def rate(workers: int, cores: int | None = None, *, cpus: int = 8, nodes: int = 1) -> Rate:
+    return loader_rate(job({"num_workers": workers}, cpus=cpus, nodes=nodes, cores=cores), 700.0, "made up")
+
+
 def test_workers_beyond_the_cores_gain_nothing() -> None:
-    few, enough, many, none = (
-        loader_rate(workers, 8, 1, 1, 700.0, "made up").images_per_second for workers in (4, 8, 64, 0)
-    )
+    few, enough, many, none = (rate(workers).images_per_second for workers in (4, 8, 64, 0))
     assert few == 2800.0
     assert 0 < none < few < enough == many
-    assert loader_rate(4, 8, 3, 1, 700.0, "made up").images_per_second == pytest.approx(3 * few)
+    assert rate(4, nodes=3).images_per_second == pytest.approx(3 * few)
 
 
 def test_a_second_thread_of_a_core_adds_less_than_a_core() -> None:
     assert cores_worth(6, 8) == 6
     assert 8 < cores_worth(16, 8) < 12
-    alone, shared = (loader_rate(14, 16, 2, 1, 628.0, "made up", cores=cores) for cores in (16, 8))
+    alone, shared = (rate(14, cores, cpus=16, nodes=2) for cores in (16, 8))
     assert alone.images_per_second == pytest.approx(14 / cores_worth(14, 8) * shared.images_per_second)
     assert alone.source.startswith("28 cores x")
     assert shared.source.startswith("28 threads on 16 cores = 19.6 cores x")
     # As long as every thread has a core of its own, it makes no difference.
-    assert loader_rate(8, 16, 1, 1, 628.0, "made up", cores=8).images_per_second == pytest.approx(
-        loader_rate(8, 16, 1, 1, 628.0, "made up", cores=16).images_per_second
-    )
+    assert rate(8, 8, cpus=16).images_per_second == pytest.approx(rate(8, 16, cpus=16).images_per_second)
 
 
 def test_what_torch_s_loader_would_reach_comes_from_the_published_ratio() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stoker.profile.accelerators import covered_share, device_busy_share, measure_transfer, read_link
+from stoker.profile.accelerators import covered_share, device_busy_share, measure_cpu, measure_transfer, read_link
 from stoker.profile.observed import AcceleratorFacts
 
 
@@ -26,7 +26,11 @@ def test_overlapping_kernels_count_once_and_gaps_do_not() -> None:
     assert covered_share([]) is None
 
 
-def test_a_cpu_has_no_device_link() -> None:
+def test_a_cpu_has_no_device_link_but_a_datasheet() -> None:
+    sheet = measure_cpu(seconds_each=0.02)
+    assert (sheet.is_cpu, sheet.name) == (True, "this machine's CPU")
+    assert 1e8 < sheet.peak_flops["fp32"] < 1e14
+    assert 1e8 < sheet.memory_bytes_per_second < 1e13
     cpu = torch.device("cpu")
     assert measure_transfer(cpu, 1000, 0.1, pinned=False) is None
     assert device_busy_share(lambda: None, cpu) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 import time
 from pathlib import Path
@@ -159,7 +158,7 @@ def cost_of(seconds: float, *, measured: bool = True, **parts: int | float) -> B
     return BatchCost({"fetch": stage}, wall_s=seconds, samples=2, **parts)  # type: ignore[arg-type]
 
 
-def test_sums_distinguish_unmeasured_from_zero() -> None:
+def test_sums_distinguish_unmeasured_from_zero_and_name_the_slowest_sample_of_all() -> None:
     total = BatchCost()
     assert total.on_cpu_s is None
     total.add(cost_of(1.0))
@@ -168,19 +167,6 @@ def test_sums_distinguish_unmeasured_from_zero() -> None:
     total.add(cost_of(1.0, measured=False))
     assert total.on_cpu_s is None
     assert total.per_image()["fetch"] == 0.5
-
-
-def test_a_sum_names_the_slowest_sample_of_all() -> None:
-    total = BatchCost()
     for number, seconds in ((7, 0.1), (8, 0.5), (9, 0.2)):
         total.add(cost_of(1.0, slowest_sample=number, slowest_s=seconds))
     assert (total.slowest_sample, total.slowest_s) == (8, 0.5)
-
-
-def test_a_cost_survives_the_trip_from_a_worker_process() -> None:
-    clock = BatchClock()
-    clock.begins("decode")
-    cost = clock.finish()
-    assert pickle.loads(pickle.dumps(cost)) == cost
-    assert cost.process == os.getpid()
-    assert cost.worker == threading.get_native_id()

@@ -119,11 +119,8 @@ def test_short_epochs_do_not_look_faster_than_long_ones() -> None:
     assert seen.images_per_second == pytest.approx(64 / 0.12)
     assert seen.wait_share == pytest.approx(0.5)
     assert seen.wait_s + (seen.compute_s or 0) == pytest.approx(seen.elapsed_s)
-
-
-def test_epochs_of_a_single_step_are_reported_as_they_are() -> None:
-    epoch = {"kind": "step", "steps": 1, "samples": 8, "wait_s": 0.0, "elapsed_s": 0.1, "epoch_starts_s": [1.0]}
-    seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 3], "these")
+    single = {"kind": "step", "steps": 1, "samples": 8, "wait_s": 0.0, "elapsed_s": 0.1, "epoch_starts_s": [1.0]}
+    seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[single] * 3], "these")
     assert (seen.steps, seen.samples) == (3, 24)
 
 
@@ -133,42 +130,34 @@ def test_a_line_stays_small_however_long_its_interval_is(tmp_path: Path) -> None
     assert max(map(len, lines)) < LONGEST_LINE
 
 
-def test_resuming_removes_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_only_whole_lines_of_the_resumed_run_as_it_is_set_up_now_count(tmp_path: Path) -> None:
     path = RunFolder(tmp_path).clock_file
     write(tmp_path, 40, every=10)
     truncate_after(path, 20, 0)
     assert read_observed(tmp_path).steps == 20 - 1
     write(tmp_path, 20, every=10, first=20)
     assert read_observed(tmp_path).steps == 40 - 2
-
-
-def test_steps_before_a_change_of_setup_do_not_count(tmp_path: Path) -> None:
-    write(tmp_path, 40, every=10)
     write(tmp_path, 20, every=10, first=40, workers=2)
+    path.write_bytes(path.read_bytes()[:-30])
     seen = read_observed(tmp_path)
     assert seen.steps == 20 - 1
     assert seen.loader is not None
     assert seen.loader.workers == 2
 
 
-def test_half_a_line_at_the_end_is_ignored(tmp_path: Path) -> None:
-    write(tmp_path, 20, every=10)
-    path = tmp_path / "clock.jsonl"
-    path.write_bytes(path.read_bytes()[:-30])
-    assert read_observed(tmp_path).steps == 20 - 1
-
-
-def test_a_file_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_interpreted_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape("clock.jsonl")) as caught:
+        read_observed(tmp_path)
+    assert caught.value.name == "no-clock"
     write(tmp_path, 10, every=10)
     path = tmp_path / "clock.jsonl"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    text = path.read_text()
+    path.write_text(text.replace('"format": 1', '"format": 7'))
     with pytest.raises(UserError, match="format 7") as caught:
         read_observed(tmp_path)
     assert caught.value.name == "clock-format"
-
-
-def test_a_folder_without_a_clock_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape("clock.jsonl")) as caught:
+    path.write_text("".join(text.splitlines(keepends=True)[1:]))
+    with pytest.raises(UserError) as caught:
         read_observed(tmp_path)
     assert caught.value.name == "no-clock"
 
@@ -195,15 +184,6 @@ def test_a_damaged_value_counts_as_not_measured() -> None:
     assert seen.host.cpu_busy_share == 0.5
     not_counted = observed_from([begin, line, line | {"stages": {"decode": {"wall_s": 1.0, "cpu_s": None}}}], "these")
     assert (not_counted.stages["decode"].wall_s, not_counted.stages["decode"].cpu_s) == (2.0, None)
-
-
-def test_a_file_without_its_first_line_is_not_guessed_at(tmp_path: Path) -> None:
-    write(tmp_path, 10, every=10)
-    path = tmp_path / "clock.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    with pytest.raises(UserError) as caught:
-        read_observed(tmp_path)
-    assert caught.value.name == "no-clock"
 
 
 def grown(own: float, workers: float, *, points: int = 40, first: int = 0) -> list[dict[str, Any]]:

@@ -35,13 +35,6 @@ def test_the_throttling_count_is_read_from_cgroup_v2(tmp_path: Path) -> None:
     assert read_throttling(tmp_path, proc(tmp_path, "0::/pod/container\n")) == 2.5
 
 
-def test_the_throttling_count_is_read_from_cgroup_v1(tmp_path: Path) -> None:
-    own = tmp_path / "cpu" / "docker"
-    own.mkdir(parents=True)
-    (own / "cpu.stat").write_text("nr_periods 10\nnr_throttled 4\nthrottled_time 1500000000\n")
-    assert read_throttling(tmp_path, proc(tmp_path, "4:memory:/x\n2:cpu,cpuacct:/docker\n")) == 1.5
-
-
 def test_a_limit_on_a_nested_cgroup_v1_counts(tmp_path: Path) -> None:
     for name, file, value in (("cpu", "cpu.cfs_quota_us", 150_000), ("memory", "memory.limit_in_bytes", 123_456)):
         own = tmp_path / name / "docker" / "task"
@@ -49,8 +42,9 @@ def test_a_limit_on_a_nested_cgroup_v1_counts(tmp_path: Path) -> None:
         (own / file).write_text(f"{value}\n")
         (own / "cpu.cfs_period_us").write_text("100000\n")
         (own.parent / file).write_text("-1\n" if name == "cpu" else f"{(1 << 63) - 4096}\n")
+        (own / "cpu.stat").write_text("nr_periods 10\nnr_throttled 4\nthrottled_time 1500000000\n")
     shown = proc(tmp_path, "4:memory:/docker/task\n2:cpu,cpuacct:/docker/task\n")
-    assert cpu_quota(tmp_path, shown) == 1.5
+    assert cpu_quota(tmp_path, shown) == read_throttling(tmp_path, shown) == 1.5
     assert [memory_limit(folder) for folder in cgroup_folders("memory", tmp_path, shown)] == [123_456, None, None]
 
 
@@ -66,15 +60,12 @@ def test_processes_that_the_kernel_killed_for_memory_are_counted(tmp_path: Path)
         assert oom_kills(tmp_path, proc(tmp_path / f"proc{number}", f"{line}\n")) == kills
 
 
-def test_without_a_quota_nothing_is_reported(tmp_path: Path) -> None:
+def test_a_share_is_only_reported_with_a_quota(tmp_path: Path) -> None:
     (tmp_path / "cpu.stat").write_text("nr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
     assert read_throttling(tmp_path, proc(tmp_path, "0::/\n")) is None
     assert throttled_share(None, None, 10.0, 2) is None
-
-
-def test_a_share_is_relative_to_the_time_of_all_cores() -> None:
     assert throttled_share(1.0, 6.0, 10.0, 1) == pytest.approx(0.5)
-    assert throttled_share(1.0, 11.0, 10.0, 2) == pytest.approx(0.5)
+    assert throttled_share(1.0, 11.0, 10.0, 2) == pytest.approx(0.5), "of the time of all cores"
 
 
 def test_the_busy_share_is_that_of_the_cores_that_this_process_may_use(

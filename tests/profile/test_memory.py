@@ -48,6 +48,12 @@ def test_without_a_cgroup_limit_the_host_counts(tmp_path: Path) -> None:
     assert state is not None
     assert (state.available_bytes, state.limit_bytes) == (50_000_000 * 1024, 62_000_000 * 1024)
     assert state.stalled is None
+    assert read_memory(tmp_path, tmp_path) is None, "without figures"
+    here, others = read_memory(), used_by_others_bytes()
+    assert here is not None
+    assert 0 < here.available_bytes <= here.limit_bytes
+    assert others is not None
+    assert 0 <= others < here.limit_bytes
 
 
 def test_a_cgroup_limit_on_any_level_counts_and_file_cache_does_not_use_it_up(tmp_path: Path) -> None:
@@ -76,15 +82,3 @@ def test_cgroup_v1_limits_count_even_if_a_container_sees_its_own_group_as_the_ro
     state = read_memory(root, proc)
     assert state is not None
     assert (state.available_bytes, state.limit_bytes) == (2 * GIGABYTE + 7, 4 * GIGABYTE)
-
-
-def test_a_system_without_figures_gives_none(tmp_path: Path) -> None:
-    assert read_memory(tmp_path, tmp_path) is None
-
-
-def test_this_machine_has_memory_left_and_others_use_some() -> None:
-    state, others = read_memory(), used_by_others_bytes()
-    assert state is not None
-    assert 0 < state.available_bytes <= state.limit_bytes
-    assert others is not None
-    assert 0 <= others < state.limit_bytes

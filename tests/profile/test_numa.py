@@ -47,14 +47,8 @@ def two_sockets(tmp_path: Path) -> Path:
     return make_host(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15"}, [0, 0, 1, 1])
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"), [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("\n", set()), ("0-1", {0, 1})]
-)
-def test_the_kernels_lists_of_cores_are_read(text: str, cores: set[int]) -> None:
-    assert parse_cpu_list(text) == cores
-
-
 def test_nodes_and_devices_are_found_and_what_is_unknown_is_none(tmp_path: Path) -> None:
+    assert parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     # A node that only holds memory, as with CXL, has no cores.
     host = make_host(tmp_path, {0: "0-3", 1: "4-7", 2: ""}, [1, -1, None])
     assert cores_of_nodes(host) == {0: {0, 1, 2, 3}, 1: {4, 5, 6, 7}}
@@ -67,11 +61,14 @@ def test_each_rank_of_a_full_host_runs_next_to_its_gpu(two_sockets: Path) -> Non
     nodes = [0, 0, 1, 1]
     chosen = [choose_binding(nodes[rank], nodes, 4, ALL, two_sockets) for rank in range(4)]
     assert [binding.cores for binding in chosen] == [LEFT, LEFT, RIGHT, RIGHT]
-    assert chosen[2].describe() == "this rank runs on the 8 cores of NUMA node 1, next to its GPU"
-
-
-def test_ranks_that_see_only_their_own_gpu_are_taken_to_be_spread_evenly(two_sockets: Path) -> None:
+    # Ranks that see only their own GPU are taken to be spread evenly.
     assert choose_binding(1, [1], 4, ALL, two_sockets) == Binding(RIGHT, 1)
+    # A launcher has bound them already.
+    for allowed in (LEFT, RIGHT, frozenset({0, 4})):
+        assert choose_binding(0, nodes, 4, allowed, two_sockets) == STAY
+    # The kernel lists cores 0-15 as online, but this process sees others.
+    assert choose_binding(0, nodes, 4, frozenset({64, 65}), two_sockets) == STAY
+    assert chosen[2].describe() == "this rank runs on the 8 cores of NUMA node 1, next to its GPU"
 
 
 @pytest.mark.parametrize(
@@ -86,11 +83,6 @@ def test_a_rank_never_loses_cores_by_it(two_sockets: Path, own: int, others: lis
     assert choose_binding(own, others, ranks, ALL, two_sockets) == STAY
 
 
-@pytest.mark.parametrize("allowed", [LEFT, RIGHT, frozenset({0, 1}), frozenset({0, 4})])
-def test_a_rank_that_a_launcher_has_bound_stays_where_it_is(two_sockets: Path, allowed: frozenset[int]) -> None:
-    assert choose_binding(0, [0, 0, 1, 1], 4, allowed, two_sockets) == STAY
-
-
 def test_a_host_that_does_not_say_is_left_alone(tmp_path: Path) -> None:
     host = make_host(tmp_path / "two", {0: "0-3", 1: "4-7"})
     everything = frozenset(range(8))
@@ -100,12 +92,6 @@ def test_a_host_that_does_not_say_is_left_alone(tmp_path: Path) -> None:
     assert choose_binding(0, [0, 0], 2, everything, single) == STAY
     assert choose_binding(0, [0, 0], 2, everything, tmp_path / "absent") == STAY
     assert STAY.describe() is None
-
-
-def test_a_node_none_of_whose_cores_may_be_used_is_never_chosen(tmp_path: Path) -> None:
-    # The kernel lists cores 0-3 as online, but this process sees others.
-    host = make_host(tmp_path, {0: "0-1", 1: "2-3"})
-    assert choose_binding(0, [0, 1], 2, frozenset({64, 65}), host) == STAY
 
 
 def test_the_process_is_bound_to_what_was_chosen(two_sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

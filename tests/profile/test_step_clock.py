@@ -102,13 +102,9 @@ def test_checkpoints_and_validation_belong_to_no_step() -> None:
     assert interval.validation_s == pytest.approx(0.05)
     assert interval.elapsed_s == pytest.approx(0.01)
     assert clock.total_s == pytest.approx(0.01)
-
-
-def test_validation_that_is_left_early_still_counts() -> None:
-    clock = StepClock()
     with pytest.raises(KeyError), clock.validating():
         raise KeyError
-    assert clock.take_interval().validation_s is not None
+    assert clock.take_interval().validation_s is not None, "also if it is left early"
 
 
 def test_an_interval_keeps_the_details_of_few_steps_and_the_sums_of_all() -> None:

@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
-from stoker.core.errors import UsageError, UserError
 from stoker.stage.hydrate import (
     Hydrated,
     HydrateOptions,
     hydrate,
     in_calls,
-    list_files,
     parse_states,
     read_through,
 )
@@ -178,21 +176,13 @@ def test_reading_keeps_to_its_limit_and_gives_up_on_a_dead_server(tmp_path: Path
     assert failed == {os.fsencode(tmp_path / "dead"): "not a byte for 1 s"}
 
 
-def test_what_cannot_be_hydrated_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="No such file"):
-        list_files(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="holds no files"):
-        list_files(tmp_path)
-    with pytest.raises(UsageError, match="is a URL"):
-        list_files("s3://bucket/data")
-
-
 def test_the_command_fetches_reports_and_can_be_interrupted(
     tmp_path: Path, lustre: FakeLustre, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = write_files(tmp_path / "data", numbered(50))
     lustre.release(paths[:20])
     lustre.release(paths[20:21], lost=True)
+    (tmp_path / "empty").mkdir()
     command = ["stage", "--hydrate", str(tmp_path / "data")]
     assert main([*command, "--limit-rate", "1MB/s"]) == 1
     said = capsys.readouterr()
@@ -204,8 +194,11 @@ def test_the_command_fetches_reports_and_can_be_interrupted(
     assert json.loads(capsys.readouterr().out)["way"] == "nothing to do"
     assert main([*command, "--verify"]) == 2
     assert main([*command, "/elsewhere"]) == 2
-    assert main(["stage", "--hydrate", str(tmp_path / "nowhere")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    capsys.readouterr()
+    refused = {"nowhere": (1, "No such file"), "empty": (1, "holds no files"), "s3://b/d": (2, "is a URL")}
+    for place, (code, words) in refused.items():
+        assert main(["stage", "--hydrate", place if "://" in place else str(tmp_path / place)]) == code
+        assert words in capsys.readouterr().err
 
     lustre.behave(restored_per_second=5)
     lustre.release(path for path in paths if path.exists())

@@ -81,7 +81,6 @@ class FetchTotals:
         self._path_written = False
 
     def sample_begins(self) -> int:
-        """Starts timing a sample; returns the time in ns."""
         self._queued = self.clock.queued_ns + collections.took_ns
         return time.perf_counter_ns()
 
@@ -149,7 +148,6 @@ class FetchTotals:
             self.clock.end_whole()
 
     def batch_made(self, epoch: int, samples: int, data: Any, dataset: Any) -> None:
-        """Records a batch whose timing has ended."""
         clock = self.clock
         if epoch != self._epoch:
             self._epoch, self._number = epoch, 0
@@ -240,7 +238,6 @@ class _TimedLists(_TimedItems):
 
 
 def timed_dataset(dataset: Any, totals: FetchTotals) -> Any:
-    """The dataset, timed; it has `__getitems__` only if the dataset has."""
     return (_TimedLists if getattr(dataset, "__getitems__", None) else _TimedItems)(dataset, totals)
 
 
@@ -292,7 +289,6 @@ fetches = _Fetches()
 
 
 def patch_fetchers(module: Any) -> None:
-    """Times torch's two fetchers."""
     for name, attribute in (("_MapDatasetFetcher", "dataset"), ("_IterableDatasetFetcher", "dataset_iter")):
         fetcher = getattr(module, name)
         fetcher.fetch = _clocked(fetcher.fetch, attribute)

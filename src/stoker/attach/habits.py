@@ -42,7 +42,6 @@ class FileOpens:
         return len(self._known)
 
     def opened(self, path: Any) -> None:
-        """Counts a file that is opened while a batch is prepared."""
         self.opens += 1
         self._of_sample += 1
         # A hash: paths of a million files would be memory that the script does not expect.
@@ -68,7 +67,6 @@ class Shapes:
         self._last: tuple[int, ...] | None = None
 
     def look(self, data: Any, samples: int) -> None:
-        """Looks at one batch."""
         shape = _largest_shape(data, samples)
         if shape is None:
             return

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.attach import ring, session
 from stoker.attach.fetching import fetches
@@ -44,7 +44,6 @@ class LoaderNumbers:
 
 
 def shape_of(loader: Any) -> dict[str, Any]:
-    """The settings of a DataLoader that a diagnosis needs."""
     size = loader.batch_size
     if size is None and loader.batch_sampler is not None:
         size = getattr(loader.batch_sampler, "batch_size", None)
@@ -86,6 +85,21 @@ MOST_PENDING_EVENTS = 64
 MOST_OPTIMIZER_STEPS = 2**32 - 1
 
 
+class AskedFor(NamedTuple):
+    """What is known when the loop asks a loader for a batch."""
+
+    loader: int
+    first: bool
+    """Whether it is the first one of an epoch."""
+    ready: int
+    started_us: int
+    """How long making the iterator took."""
+    event: Any
+    """The device's, if there is one."""
+    enter_cpu: int
+    enter: int
+
+
 class StepLog:
     """Writes one record for each batch that is taken, in a few microseconds, and decides when enough is recorded."""
 
@@ -116,24 +130,13 @@ class StepLog:
             self._describe(optimizer)
         self.loop.optimizer_stepped(optimizer, self._session)
 
-    def batch(
-        self,
-        loader: int,
-        first: bool,
-        ready: int,
-        samples: int,
-        started_us: int,
-        enter: int,
-        enter_cpu: int,
-        entered: Any,
-    ) -> None:
-        """Records that a batch was taken."""
+    def batch(self, entry: AskedFor, samples: int) -> None:
         leave = time.perf_counter_ns()
-        flags = ring.FIRST if first else 0
-        at = self._write(loader, flags, ready, samples, started_us if first else 0, enter, leave, enter_cpu)
-        if entered is not None:
-            self._pending.append((at, entered, self.device_event()))
+        at = self._write(entry, ring.FIRST if entry.first else 0, samples, leave)
+        if entry.event is not None:
+            self._pending.append((at, entry.event, self.device_event()))
         self._resolve_events()
+        loader = entry.loader
         self._since_step.add(loader)
         taken = self._batches[loader] = self._batches.get(loader, 0) + 1
         if not self._began:
@@ -152,17 +155,15 @@ class StepLog:
             self.loop.stop_counting(self._session)
             self._session.recording = False
 
-    def over(self, loader: int, enter: int, enter_cpu: int) -> None:
+    def over(self, entry: AskedFor) -> None:
         """Records that the epoch of this loader is over."""
-        self._write(loader, ring.LAST, -1, 0, 0, enter, time.perf_counter_ns(), enter_cpu)
+        self._write(entry._replace(ready=-1), ring.LAST, 0, time.perf_counter_ns())
 
-    def _write(
-        self, loader: int, flags: int, ready: int, samples: int, started_us: int, enter: int, leave: int, enter_cpu: int
-    ) -> int:
+    def _write(self, entry: AskedFor, flags: int, samples: int, leave: int) -> int:
         at = self._ring.append(
-            loader, flags, ready, samples, min(self._optimizer_steps, MOST_OPTIMIZER_STEPS),
-            min(started_us, 2**32 - 1), enter, leave, self._optimizer_end, -1,
-            enter_cpu,
+            entry.loader, flags, entry.ready, samples, min(self._optimizer_steps, MOST_OPTIMIZER_STEPS),
+            min(entry.started_us, 2**32 - 1) if flags & ring.FIRST else 0, entry.enter, leave, self._optimizer_end, -1,
+            entry.enter_cpu,
         )  # fmt: skip
         self._optimizer_steps = 0
         return at
@@ -230,7 +231,6 @@ process = _Process()
 
 
 def patch_loaders(module: Any) -> None:
-    """Times DataLoader and its iterators."""
     loader, base, many = module.DataLoader, module._BaseDataLoaderIter, module._MultiProcessingDataLoaderIter
     loader.__iter__ = _clocked_iter(loader.__iter__)
     base.__init__ = _named_after_its_loader(base.__init__)
@@ -319,22 +319,20 @@ def _clocked_next(original: Any) -> Any:
             log = process.steps(opened)
             if self._num_workers == 0:
                 fetches.loader = number
-            ready, first = _ready(self), self._num_yielded == 0
             started_us = self.__dict__.pop("_stoker_started_us", 0)
-            entered = log.device_event()
+            ready, event = _ready(self), log.device_event()
+            entry = AskedFor(number, self._num_yielded == 0, ready, started_us, event, time.process_time_ns(), _now())
         except Exception as error:
             opened.failed("a loader could not be timed", error)
             return original(self)
-        enter_cpu = time.process_time_ns()
-        enter = _now()
         try:
             data = original(self)
         except StopIteration:
-            log.over(number, enter, enter_cpu)
+            log.over(entry)
             raise
         try:
-            log.batch(number, first, ready, _samples(self), started_us, enter, enter_cpu, entered)
-            log.loop.batch_taken(sys._getframe(1), enter, opened)
+            log.batch(entry, _samples(self))
+            log.loop.batch_taken(sys._getframe(1), entry.enter, opened)
         except Exception as error:
             opened.failed("a wait could not be recorded", error)
         return data

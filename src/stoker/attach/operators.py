@@ -200,7 +200,6 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         os.replace(f"{path}.part", path)  # noqa: PTH105
 
     def leave(self) -> None:
-        """Stops recording."""
         if _innermost_mode() is self:
             self.__exit__(None, None, None)
         else:

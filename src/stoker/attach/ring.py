@@ -156,8 +156,6 @@ class Habits(NamedTuple):
 
 
 class Ring:
-    """A file of records that this process writes."""
-
     def __init__(self, path: str, record: struct.Struct, capacity: int) -> None:
         self.record = record
         self.capacity = capacity

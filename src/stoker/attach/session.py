@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from stoker.attach.stages import STAGE_TARGETS
+from stoker.attach.stages import STAGE_TARGETS, patch_stages
 
 FOLDER_VARIABLE = "STOKER_ATTACH"
 STEPS_VARIABLE = "STOKER_ATTACH_STEPS"
@@ -164,36 +164,25 @@ def patch_on_import() -> None:
 def patch(name: str, module: Any) -> None:
     """Attaches timers to one module; a failure is noted and leaves the module unchanged."""
     try:
-        if name == FETCHERS:
+        if name in STAGE_TARGETS:
+            patch_stages(module, STAGE_TARGETS[name])
+        elif name == FETCHERS:
             from stoker.attach.fetching import patch_fetchers
 
             patch_fetchers(module)
-        elif name == LOADERS:
-            from stoker.attach.iterating import patch_loaders
+        elif name in (LOADERS, OPTIMIZERS):
+            from stoker.attach.iterating import patch_loaders, patch_optimizers
 
-            patch_loaders(module)
-        elif name == OPTIMIZERS:
-            from stoker.attach.iterating import patch_optimizers
-
-            patch_optimizers(module)
-        elif name == MODULES:
-            from stoker.attach.watched_loop import modes
-
-            modes.patch(module)
-        elif name in SCALERS:
-            from stoker.attach.watched_loop import patch_scalers
-
-            patch_scalers(module)
-        elif name == AUTOCAST:
-            from stoker.attach.watched_loop import wanted
-
-            opened = current()
-            if opened is not None and opened.traces:
-                wanted.watch(module.autocast)
+            (patch_loaders if name == LOADERS else patch_optimizers)(module)
         else:
-            from stoker.attach.stages import patch_stages
+            from stoker.attach import watched_loop
 
-            patch_stages(module, STAGE_TARGETS[name])
+            if name == MODULES:
+                watched_loop.modes.patch(module)
+            elif name in SCALERS:
+                watched_loop.patch_scalers(module)
+            elif (opened := current()) is not None and opened.traces:
+                watched_loop.wanted.watch(module.autocast)
     except Exception as error:  # the script comes first
         _note(f"{name} could not be timed: {type(error).__name__}: {error}")
 

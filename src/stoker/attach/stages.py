@@ -95,7 +95,6 @@ class StageClock:
         self._asked_wall = self.began_ns = _wall_ns()
 
     def end(self) -> None:
-        """Ends the batch."""
         self.settle()
         here.clock, here.preparing = None, False
         self._sum_up(self._last_wall, sum(self.off_core) - self._off_before)

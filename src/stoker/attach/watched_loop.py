@@ -97,7 +97,6 @@ class Reads:
         self.counts[key] = (known or 0) + 1
 
     def restore(self) -> None:
-        """Puts torch's own methods back."""
         for name, before in self._restore:
             if before is None:
                 delattr(self._tensor, name)  # inherited
@@ -419,7 +418,6 @@ class WantedPrecision:
         self._restore = autocast, original
 
     def stop(self) -> None:
-        """Puts torch's own method back."""
         if self._restore is not None:
             autocast, original = self._restore
             autocast.__init__ = original

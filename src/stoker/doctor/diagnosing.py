@@ -44,7 +44,6 @@ def diagnose(
     confirm: bool,
     json: bool,
 ) -> tuple[Diagnosis, int]:
-    """The diagnosis, and the exit code of a script."""
     if script is not None:
         return _of_script(script, steps, seconds, pace, stdout_is_ours=json)
     assert target is not None
@@ -65,7 +64,6 @@ def diagnosis_of(observed: Observed) -> Diagnosis:
 
 
 def diagnosis_of_watched(folder: Path) -> Diagnosis:
-    """The diagnosis of what `stoker.watch()` has recorded in a folder."""
     from stoker.doctor.script.recording import read_attached
 
     return diagnosis_of(read_attached(folder))
@@ -258,7 +256,6 @@ def keep_predictions(folder: Path, diagnosis: Diagnosis) -> None:
 
 
 def keep_confirmation(folder: Path, confirmation: Confirmation) -> None:
-    """Appends a prediction with what was measured."""
     _append(folder, [confirmation.as_dict()])
 
 

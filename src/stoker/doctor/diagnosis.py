@@ -71,8 +71,6 @@ class Need:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The doctor's whole answer."""
-
     verdict: str
     """The id of the bottleneck: `storage-bound`, `compute-bound`, or `unknown`."""
     line: str
@@ -85,7 +83,6 @@ class Diagnosis:
     confirmation: Confirmation | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
         observed = self.observed
         document: dict[str, Any] = {
             "verdict": self.verdict,

@@ -16,6 +16,7 @@ from stoker.core.units import duration_text
 from stoker.doctor.script.recording import TracedStep
 from stoker.doctor.simulation import ThreadWork
 from stoker.doctor.what_if import model_of, rate_of
+from stoker.plan.records import Rate
 from stoker.profile.datasheets import Datasheet, load_datasheet
 from stoker.profile.observed import BatchTime, Observed, StageTime
 
@@ -59,7 +60,6 @@ class ScriptPace:
         return traced.seconds_on(self.card) if isinstance(traced, TracedStep) else str(traced)
 
     def words(self, step_s: float, traced: TracedStep | str | None) -> str:
-        """What replaces the model."""
         said = f"a simulated consumer of {duration_text(step_s)} a step"
         if self.card is None or not isinstance(traced, TracedStep):
             return said
@@ -83,7 +83,7 @@ def seconds_of_a_step(pace: str, path: Path, overrides: Sequence[str], batch_siz
     if seconds is not None:
         return seconds
     taken = read_pace(pace, path, overrides)
-    say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.how})")
+    say(f"note: a consumer of {taken.images_per_second:,.0f} images/s replaces the model ({taken.source})")
     return batch_size / taken.images_per_second
 
 
@@ -97,23 +97,14 @@ def _images_per_second(text: str) -> float | None:
     return rate
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How fast the consumer of the trials takes batches."""
-
-    images_per_second: float
-    how: str
-    """'as given', or the card whose roofline it is."""
-
-
-def read_pace(text: str, path: Path, overrides: Sequence[str]) -> Pace:
+def read_pace(text: str, path: Path, overrides: Sequence[str]) -> Rate:
     """A number of images per second, or the one that `stoker plan` computes for a card.
 
     Raises UsageError: `pace-invalid`, or the datasheets' error for an unknown card.
     """
     number = _images_per_second(text)
     if number is not None:
-        return Pace(number, "as given")
+        return Rate(number, "as given")
     from stoker.plan.planning import WantedMachine, plan_config
 
     load_datasheet(text)  # an unknown name is an error before anything is traced
@@ -124,8 +115,7 @@ def read_pace(text: str, path: Path, overrides: Sequence[str]) -> Pace:
             f"--pace {text}: the plan has no images/s for this card",
             hint="--pace 800, if 800 images/s were measured on it",
         )
-    rate = rates["accelerator"]
-    return Pace(rate.images_per_second, rate.source)
+    return rates["accelerator"]
 
 
 def paced(observed: Observed, step_s: float, words: str = "a simulated consumer") -> Observed | None:

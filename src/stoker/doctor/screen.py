@@ -19,7 +19,6 @@ MOST_SPOTS = 3
 
 
 def doctor_text(diagnosis: Diagnosis) -> str:
-    """The whole screen."""
     sections = [
         _verdict_lines(diagnosis),
         _step_lines(diagnosis.observed),

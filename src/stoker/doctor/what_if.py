@@ -74,7 +74,6 @@ Drawn = NDArray[np.int64]
 
 
 def speed_up(model: LoaderModel, change: Change, *, error: float = MODEL_ERROR, seed: int = 0) -> Estimate:
-    """How much faster the loop would be with the change."""
     changed = change(model)
     ratios = [_ratio(model, changed, np.random.default_rng(seed + number)) for number in range(BOOTSTRAPS)]
     logs = [math.log(value) for value in ratios]

@@ -33,8 +33,6 @@ class _Block:
 
 @dataclass(frozen=True)
 class Usage:
-    """The memory used by a sequence of allocations."""
-
     reserved_peak: int
     """The most bytes taken from the driver: what nvidia-smi counts."""
     allocated_peak: int

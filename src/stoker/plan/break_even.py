@@ -51,7 +51,6 @@ class BreakEven:
         return self.copy_s / self.saved_s if self.epoch_s >= WORTH_COPYING * self.local_epoch_s else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The part of a `--json` document."""
         return {
             "bytes": self.size_bytes,
             "copy_s": self.copy_s,
@@ -217,8 +216,6 @@ def fed(profile: StorageProfile, appetite: Appetite) -> float | None:
 
 @dataclass(frozen=True)
 class Payback:
-    """What is known before staging."""
-
     source_bytes_per_second: float
     readers: int
     local_bytes_per_second: float | None
@@ -226,7 +223,6 @@ class Payback:
     found: BreakEven
 
     def as_dict(self) -> dict[str, Any]:
-        """The part of the `--json` document."""
         return {
             "source_bytes_per_second": self.source_bytes_per_second,
             "local_bytes_per_second": self.local_bytes_per_second,

@@ -15,7 +15,7 @@ from stoker.plan.break_even import Room
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
 from stoker.plan.records import Budget, Plan, RamBudget, Rate, ScalingRow, VramBudget
 from stoker.plan.roofline import step_seconds
-from stoker.plan.timing import StorageKind, loader_rate, time_budget, time_findings, torch_loader_rate
+from stoker.plan.timing import StorageKind, loader_rate, time_budget, time_findings
 from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
 from stoker.profile.datasheets import Datasheet
@@ -121,8 +121,6 @@ class StepNeeds:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A config on a machine, with what is known about the data."""
-
     config: Config
     hardware: Hardware
     data: DataFacts
@@ -189,12 +187,7 @@ def step_s_of(job: PlannedRun, trace: Trace) -> float | None:
 def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
     """Puts the parts together. Without `needs` the plan leaves out the accelerator."""
     config, hardware, data, unit = job.config, job.hardware, job.data, job.task.unit
-    rates = _rates(job, None if needs is None else needs.step_s)
-    time = time_budget(
-        rates, total_batch=job.total_batch, steps_per_epoch=job.steps_per_epoch, epochs=config.epochs,
-        nodes=hardware.nodes, price_per_hour=hardware.price_per_hour,
-        torch_loader=None if data.figures is None else torch_loader_rate(rates["loader"], data.figures),
-    )  # fmt: skip
+    time = time_budget(_rates(job, None if needs is None else needs.step_s), job)
     vram = needs.vram if needs is not None and not hardware.on_cpu else None
     shape, ram = _ram(job, needs)
     shm, disk, files = shm_budget(shape, hardware.shm_bytes), _disk(job, needs), open_files_budget(shape)
@@ -210,12 +203,7 @@ def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config",
         *vram_findings(vram, config.batch_size, config.gradient_accumulation, job.task.size_key),
         *ram_findings(ram, job.workers, job.prefetch, ram_with),
         *budget_findings(shm, disk, files),
-        *time_findings(
-            time, cpus=hardware.cpus, nodes=hardware.nodes, sample_bytes=data.sample_bytes,
-            dataset_bytes=data.dataset_bytes, config=name, data_root=config.data_root, room=hardware.room,
-            unit=unit, packing_speedup=None if data.figures is None else data.figures.packing_speedup,
-            on_cpu=hardware.on_cpu, cores=hardware.cores,
-        ),
+        *time_findings(time, job, name),
     ]  # fmt: skip
     if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
         found.append(Finding(warning, name="lr-above-published"))
@@ -237,17 +225,13 @@ def _rates(job: PlannedRun, step_s: float | None) -> dict[str, Rate]:
     if per_core is None and job.data.figures is not None:
         per_core, source = job.data.figures.samples_per_core_second, "assumed; results/loaders"
     if per_core is not None:
-        rates["loader"] = loader_rate(
-            job.workers, hardware.cpus, hardware.nodes, hardware.gpus, per_core, source, unit=job.task.unit,
-            cores=hardware.cores,
-        )  # fmt: skip
+        rates["loader"] = loader_rate(job, per_core, source)
     if hardware.storage is not None and job.data.sample_bytes is not None:
         rates["storage"] = hardware.storage.rate(job.data.sample_bytes, hardware.world)
     return rates
 
 
 def host_shape(job: PlannedRun, needs: StepNeeds | None) -> HostShape:
-    """What runs on one host of the job."""
     config, hardware, data = job.config, job.hardware, job.data
     engine = choose_engine(config.loader, job.workers, volumes=job.task.releases_gil)
     on_gpu = not hardware.on_cpu

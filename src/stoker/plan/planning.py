@@ -104,7 +104,6 @@ class Planned:
 
 
 def plan_config(path: Path, overrides: Sequence[str], wanted: WantedMachine) -> Planned:
-    """Plans a config for the machine that the user describes."""
     config = load_for_command(path, overrides).config
     in_file = config_values(load_config(path, []).config) if overrides else config_values(config)
     overridden = {key: value for key, value in config_values(config).items() if value != in_file[key]}
@@ -204,7 +203,6 @@ def write_tier_configs(planned: Planned, folder: Path) -> list[Path]:
 
 
 def tiers_of(planned: Planned) -> list[TierSetting]:
-    """The settings of each tier on the planned machine."""
     job, vram_bytes = planned.job, planned.job.hardware.vram_bytes
     searches = {
         compiled: VramSearch(job.step, job.config.batch_size, compiled=compiled, gpus=job.hardware.world)
@@ -312,8 +310,6 @@ def _existing(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Tier:
-    """How much of a machine a setting uses."""
-
     name: str
     share_of_vram: float
     """The rest is for validation, other library versions, and other processes on the device."""
@@ -336,8 +332,6 @@ TIERS = (
 
 @dataclass(frozen=True)
 class TierSetting:
-    """The settings of a tier on one machine."""
-
     tier: Tier
     keys: dict[str, object]
     """The config keys it sets."""

@@ -42,8 +42,6 @@ class TracedOp:
 
 @dataclass(frozen=True)
 class VramBudget:
-    """Memory of one accelerator."""
-
     peak_bytes: int
     """As nvidia-smi would show it."""
     parts: dict[str, int]
@@ -107,8 +105,6 @@ class Rate:
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """How long, and what it costs."""
-
     images_per_second: float | None
     bound_by: str | None
     """The slowest known part: accelerator, loader or storage."""
@@ -172,7 +168,6 @@ class Plan:
         return tuple(finding for finding in self.findings if finding.status == "failed")
 
     def as_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
         document = asdict(self)
         del document["on_cpu"], document["part"]
         document["volumes"] = None if self.part is None else asdict(self.part.document)  # the first task that had any

@@ -65,8 +65,6 @@ _FUSED: tuple[Kind, ...] = ("pointwise", "normalisation")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step on one device."""
-
     total_s: float
     by_kind: dict[str, float]
     """They add up to the device time; `communication` is only the part that the backward pass does not hide."""
@@ -128,7 +126,6 @@ def all_reduce_seconds(
 
 
 def kind_of(op: TracedOp) -> Kind:
-    """What kind of work it is."""
     if op.phase == "update":
         return "update"
     if "conv" in op.name:

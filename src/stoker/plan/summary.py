@@ -158,7 +158,6 @@ _COLOURS = (
 
 
 def plot_plan(plan: Plan, name: str, path: Path) -> None:
-    """Writes a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

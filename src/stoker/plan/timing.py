@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -13,9 +13,12 @@ from stoker.config.fields import parse_bytes
 from stoker.core.errors import UsageError, did_you_mean
 from stoker.core.finding import Estimate, Finding
 from stoker.core.units import size_text
-from stoker.plan.break_even import Room, break_even, break_even_text, staging_fix
+from stoker.plan.break_even import break_even, break_even_text, staging_fix
 from stoker.plan.records import PACKED_BYTES, Rate, TimeBudget
 from stoker.tasks.plan_facts import LoaderFigures
+
+if TYPE_CHECKING:
+    from stoker.plan.budget import PlannedRun
 
 # Requests that our reader keeps in flight per rank (io/prefetch.py).
 REQUESTS_IN_FLIGHT = 64
@@ -24,8 +27,6 @@ _BYTES_PER_SECOND = re.compile(r"(.+?)\s*(?:/\s*s|ps)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class StorageKind:
-    """What one kind of storage delivers."""
-
     name: str
     source: str
     bytes_per_second: float | None = None
@@ -85,28 +86,17 @@ def cores_worth(threads: float, cores: int) -> float:
     return min(threads, cores) + SECOND_THREAD_GAIN * max(0.0, threads - cores)
 
 
-def loader_rate(
-    workers: int,
-    cpus: int,
-    nodes: int,
-    gpus: int,
-    per_core: float,
-    source: str,
-    *,
-    unit: str = "images",
-    cores: int | None = None,
-) -> Rate:
-    """Samples per second of all loaders together, at this rate per physical core; more workers than CPUs add nothing.
-
-    `cores` are the physical ones behind the CPUs; without them each CPU counts as one.
-    """
+def loader_rate(job: PlannedRun, per_core: float, source: str) -> Rate:
+    """Samples per second of all loaders together, at this rate per core; more workers than CPUs add nothing."""
+    hardware = job.hardware
+    cores, nodes = hardware.cores or hardware.cpus, hardware.nodes
     # Without workers the training process prepares the batches itself.
-    threads = min(max(1, workers) * gpus, max(1.0, cpus * SHARE_OF_CORES))
-    busy = cores_worth(threads, cores or cpus)
+    threads = min(max(1, job.workers) * hardware.gpus, max(1.0, hardware.cpus * SHARE_OF_CORES))
+    busy = cores_worth(threads, cores)
     what = f"{busy * nodes:.3g} cores"
     if busy < threads:
-        what = f"{threads * nodes:g} threads on {(cores or cpus) * nodes} cores = {what}"
-    return Rate(busy * nodes * per_core, f"{what} x {per_core:.0f} {unit}/s ({source})")
+        what = f"{threads * nodes:g} threads on {cores * nodes} cores = {what}"
+    return Rate(busy * nodes * per_core, f"{what} x {per_core:.0f} {job.task.unit}/s ({source})")
 
 
 def torch_loader_rate(ours: Rate, figures: LoaderFigures) -> Rate:
@@ -117,48 +107,28 @@ def torch_loader_rate(ours: Rate, figures: LoaderFigures) -> Rate:
     )
 
 
-def time_budget(
-    rates: dict[str, Rate],
-    *,
-    total_batch: int,
-    steps_per_epoch: int | None,
-    epochs: int,
-    nodes: int,
-    price_per_hour: float | None,
-    torch_loader: Rate | None = None,
-) -> TimeBudget:
+def time_budget(rates: dict[str, Rate], job: PlannedRun) -> TimeBudget:
     """Time and cost, without validation and start-up."""
     if not rates:
         return TimeBudget(None, None, {}, None, None, None, None)
     bound_by = min(rates, key=lambda name: rates[name].images_per_second)
     pace = rates[bound_by].images_per_second
-    step_s = total_batch / pace
-    epoch_s = None if steps_per_epoch is None else steps_per_epoch * step_s
-    total_s = None if epoch_s is None else epoch_s * epochs
-    cost = None if total_s is None or price_per_hour is None else total_s / 3600 * price_per_hour * nodes
-    return TimeBudget(pace, bound_by, rates, step_s, epoch_s, total_s, cost, torch_loader)
+    step_s = job.total_batch / pace
+    epoch_s = None if job.steps_per_epoch is None else job.steps_per_epoch * step_s
+    total_s = None if epoch_s is None else epoch_s * job.config.epochs
+    price, figures, loader = job.hardware.price_per_hour, job.data.figures, rates.get("loader")
+    cost = None if total_s is None or price is None else total_s / 3600 * price * job.hardware.nodes
+    theirs = None if loader is None or figures is None else torch_loader_rate(loader, figures)
+    return TimeBudget(pace, bound_by, rates, step_s, epoch_s, total_s, cost, theirs)
 
 
-def time_findings(
-    time: TimeBudget,
-    *,
-    cpus: int,
-    nodes: int,
-    sample_bytes: float | None,
-    dataset_bytes: float | None,
-    config: str,
-    data_root: str | None = None,
-    room: Room | None = None,
-    unit: str = "images",
-    packing_speedup: float | None = None,
-    on_cpu: bool = False,
-    cores: int | None = None,
-) -> list[Finding]:
+def time_findings(time: TimeBudget, job: PlannedRun, config: str) -> list[Finding]:
     """What would have to change for the accelerator to be the slowest part, and the speed-up from it.
 
-    `room` is the local disk that a copy of the data could go to, if one is known; `packing_speedup` how many times as
-    fast packed samples are prepared, if that was measured.
-    """
+    `config` is the file to name in a command."""
+    hardware, data, unit = job.hardware, job.data, job.task.unit
+    cpus, nodes, on_cpu = hardware.cpus, hardware.nodes, hardware.on_cpu
+    sample_bytes, dataset_bytes = data.sample_bytes, data.dataset_bytes
     accelerator = time.rates.get("accelerator")
     if accelerator is None or time.images_per_second is None:
         return []
@@ -178,7 +148,7 @@ def time_findings(
     if loader is not None and loader.images_per_second < FED * wanted:
         slow = loader.images_per_second
         needed_cpus = cpus * wanted / slow
-        kind = "cores" if cores in (None, cpus) else "vCPUs"
+        kind = "cores" if hardware.cores in (None, cpus) else "vCPUs"
         found.append(
             Finding(
                 f"{cpus * nodes} {kind} prepare {slow:,.0f} {unit}/s, the {devices} can take {wanted:,.0f}: "
@@ -188,7 +158,7 @@ def time_findings(
                 name="loader-bound",
             )
         )
-        packed = 0.0 if packing_speedup is None else slow * packing_speedup
+        packed = 0.0 if data.figures is None else slow * data.figures.packing_speedup
         gain = min(packed, others) / time.images_per_second
         if gain > 1.02 and (sample_bytes is None or sample_bytes >= PACKED_BYTES):
             found.append(
@@ -206,7 +176,9 @@ def time_findings(
             f"the {devices} can take {size_text(needed)}/s"
         )
         rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
-        nearer = staging_fix(config, is_config=True, root=data_root, size_bytes=dataset_bytes, room=room)
+        nearer = staging_fix(
+            config, is_config=True, root=job.config.data_root, size_bytes=dataset_bytes, room=hardware.room
+        )
         now = storage.images_per_second
         pays = None if dataset_bytes is None else break_even(
             dataset_bytes, now * sample_bytes, needed=rest * sample_bytes

@@ -78,8 +78,6 @@ _UPDATE_PREFIXES = ("_foreach_", "_fused_", "_amp_")
 
 @dataclass(slots=True)
 class TracedStorage:
-    """One piece of memory over its lifetime."""
-
     size: int
     born_in: Phase | None
     """None: allocated while building the model, the optimizer or the batch."""

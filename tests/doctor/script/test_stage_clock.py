@@ -3,7 +3,6 @@ into stages."""
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 
@@ -161,14 +160,3 @@ def test_long_batches_are_always_split(thread: MadeUpThread, tmp_path: Path, mon
     monkeypatch.setattr(sampler, "begin", lambda *_: None)
     totals = FetchTotals(str(tmp_path / "fetch.ring"), 0, 1)
     assert all(made(totals, number, thread) for number in range(100))
-
-
-def test_another_thread_is_not_timed() -> None:
-    clock = StageClock()
-    clock.begin()
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append((here.clock, here.preparing)))
-    thread.start()
-    thread.join()
-    clock.end()
-    assert seen == [(None, False)]

@@ -63,7 +63,6 @@ class Facts:
 
     @property
     def starved(self) -> bool:
-        """Whether the loop waits for data enough to matter."""
         share = self.observed.wait_share
         return share is not None and share >= STARVED
 
@@ -91,7 +90,6 @@ class Facts:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether workers are blocked most of the time."""
         return self.split is not None and self.split.blocked >= BLOCKED
 
     @property
@@ -144,7 +142,6 @@ class Facts:
 
     @cached_property
     def cores_used(self) -> float | None:
-        """Cores that preparing batches takes."""
         if self.split is None or self.observed.elapsed_s <= 0:
             return None
         return self.split.cpu_s * self.observed.steps / self.observed.elapsed_s

@@ -41,7 +41,6 @@ FEWEST_LOOKS = 10
 
 
 def memory_of(seen: Sequence[SeenProcess], loop: int, made: Sequence[FetchFile], about: About) -> MemoryGrowth | None:
-    """How fast the loop's process and the workers that made these batches grow."""
     if not seen:
         return None
     watched_s = max(each.last_s for each in seen) - min(each.first_s for each in seen)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.attach import ring
 from stoker.profile.memory import Point, thinned
@@ -73,7 +73,7 @@ class ProcessWatch:
         if now_s < self._due_s:
             return
         self._due_s = now_s + self._interval_s
-        before, self._taken = self._taken, _batches_taken(self._folder)
+        before, self._taken = self._taken, {pid: marks.batches for pid, marks in step_marks(self._folder).items()}
         if self._taken == before:
             return
         for pid in _recorded(self._folder):
@@ -89,7 +89,6 @@ class ProcessWatch:
         return list(self._seen.values())
 
     def as_records(self) -> list[dict[str, Any]]:
-        """What was seen, as plain data."""
         return [asdict(each) for each in self._seen.values()]
 
     def _look_at(self, pid: int, at_s: float) -> None:
@@ -110,13 +109,25 @@ class ProcessWatch:
             self._interval_s = max(self._interval_s, (at_s - each.first_s) / len(shorter))
 
 
-def _batches_taken(folder: Path) -> dict[int, int]:
+class StepMarks(NamedTuple):
+    """How far the loop of a training process is."""
+
+    batches: int
+    """That it has taken."""
+    began: bool
+    done: bool
+    """Whether enough is recorded."""
+
+
+def step_marks(folder: Path) -> dict[int, StepMarks]:
     """By training process."""
     found = {}
     for path in folder.glob("steps-*.ring"):
-        with suppress(OSError, ValueError, struct.error), path.open("rb") as stream:
-            head = stream.read(ring.COUNT_AT + ring.COUNT.size)
-            (found[int(path.stem.split("-")[1])],) = ring.COUNT.unpack_from(head, ring.COUNT_AT)
+        with suppress(OSError, IndexError, ValueError, struct.error), path.open("rb") as stream:
+            head = stream.read(ring.STEP_MARKS_AT + ring.STEP_MARKS.size)
+            (count,) = ring.COUNT.unpack_from(head, ring.COUNT_AT)
+            _, done, first_ns = ring.STEP_MARKS.unpack_from(head, ring.STEP_MARKS_AT)
+            found[int(path.stem.split("-")[1])] = StepMarks(count, first_ns != 0, bool(done))
     return found
 
 

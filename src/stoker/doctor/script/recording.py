@@ -45,7 +45,6 @@ class Recording:
 
 
 def read_attached(folder: Path) -> Observed:
-    """The observation that `stoker.watch(report=folder)` has recorded."""
     if not has_records(folder):
         raise UserError(
             "no-record",
@@ -257,7 +256,6 @@ def _missing(made: Sequence[FetchFile], about: About) -> list[str]:
 
 
 def has_records(folder: Path) -> bool:
-    """Whether a script was recorded in this folder."""
     return folder.is_dir() and any(folder.glob(ABOUT_FILES))
 
 
@@ -292,7 +290,6 @@ def _take_in(about: About, said: dict[str, Any]) -> None:
 
 
 def read_steps(folder: Path) -> list[StepFile]:
-    """The records of every training process."""
     files = []
     for path in sorted(folder.glob("steps-*.ring")):
         data = path.read_bytes()
@@ -306,7 +303,6 @@ def read_steps(folder: Path) -> list[StepFile]:
 
 
 def read_fetches(folder: Path) -> list[FetchFile]:
-    """The records of every process that made batches."""
     files = []
     for path in sorted(folder.glob("fetch-*.ring")):
         data = path.read_bytes()

@@ -35,7 +35,7 @@ from stoker.attach.session import (
     start,
 )
 from stoker.core.errors import UsageError, UserError
-from stoker.doctor.script.process_watch import ProcessWatch
+from stoker.doctor.script.process_watch import ProcessWatch, step_marks
 from stoker.doctor.script.recording import (
     ABOUT_FILES,
     Recording,
@@ -111,7 +111,6 @@ def processes_with(mark: str) -> list[int]:
 
 
 def kill_all(mark: str) -> None:
-    """SIGKILL to every process that belongs to the script."""
     for pid in processes_with(mark):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -239,9 +238,10 @@ def _watch(
     started_s = looked_s = time.monotonic()
     while child.poll() is None:
         time.sleep(POLL_S)
-        began, done = _marks(folder)
-        if done:
+        marks = step_marks(folder).values()
+        if any(each.done for each in marks):
             return host, True
+        began = any(each.began for each in marks)
         now_s = time.monotonic()
         if host is None and began:
             host = HostWatch()
@@ -253,18 +253,6 @@ def _watch(
         if seconds is not None and not began and now_s - started_s > LONGEST_START_S + seconds:
             return host, True
     return host, False
-
-
-def _marks(folder: Path) -> tuple[bool, bool]:
-    """Whether a training process has taken a batch, and whether one has recorded enough."""
-    began = done = False
-    for path in folder.glob("steps-*.ring"):
-        with suppress(OSError), path.open("rb") as stream:
-            head = stream.read(ring.STEP_MARKS_AT + ring.STEP_MARKS.size)
-            if len(head) == ring.STEP_MARKS_AT + ring.STEP_MARKS.size:
-                _, ended, first_ns = ring.STEP_MARKS.unpack_from(head, ring.STEP_MARKS_AT)
-                began, done = began or first_ns != 0, done or bool(ended)
-    return began, done
 
 
 def _end(child: subprocess.Popen[bytes], folder: Path) -> None:
@@ -305,7 +293,6 @@ class Watch:
             atexit.register(self._keep_host)
 
     def observed(self) -> Observed:
-        """What has been observed so far."""
         return read_attached(self.folder)
 
     def recording(self) -> Recording:
@@ -313,7 +300,6 @@ class Watch:
         return read_recording(self.folder)
 
     def stop(self) -> None:
-        """Stops recording; the script continues."""
         self._session.recording = False
         self._keep_host()
 

@@ -1,17 +1,19 @@
 """Cuts through volumes as pictures: the image in grey, and above it labels, predictions or errors in colour.
 
 Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart. Voxels without a label are
-darkened and hatched, so that nobody takes them for background.
+darkened and hatched, so that they are not mistaken for background.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.tasks.contact_sheet import Picture, SheetRow
 from stoker.tasks.volumes.formats.volume import Region, Volume, as_shape
 
 Pixels = NDArray[np.uint8]
@@ -38,7 +40,6 @@ class Cut:
     axis: int
     position: int
     image: Pixels
-    """Grey."""
     label: Plane
     prediction: Plane
     known: NDArray[np.bool_]
@@ -94,7 +95,6 @@ def as_grey(plane: Plane) -> Pixels:
 
 
 def plain(grey: Pixels) -> Pixels:
-    """The image alone."""
     return squared(np.repeat(grey[..., None], 3, axis=2))
 
 
@@ -116,6 +116,18 @@ def with_errors(cut: Cut) -> Pixels:
     _paint(pixels, cut.known & ~same & (cut.label != 0), MISSED)
     _paint(pixels, cut.known & ~same & (cut.label == 0), INVENTED)
     return _finished(pixels, cut.known)
+
+
+def cuts_row(cuts: Sequence[Cut], title: str) -> SheetRow:
+    """Image, label, prediction and errors of the first cut, and the errors of the others."""
+    first = cuts[0]
+    pictures = [
+        Picture(plain(first.image), ("image",), (first.name,)),
+        Picture(with_classes(first.image, first.label, first.known), ("label",), (first.name,)),
+        Picture(with_classes(first.image, first.prediction), ("prediction",), (first.name,)),
+    ]
+    pictures += [Picture(with_errors(cut), ("errors",), (f"{cut.name} · {cut.wrong:,} wrong voxels",)) for cut in cuts]
+    return SheetRow(tuple(pictures), title)
 
 
 def squared(pixels: Pixels) -> Pixels:

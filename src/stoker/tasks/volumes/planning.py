@@ -22,7 +22,6 @@ from stoker.loader.rng import sample_keys
 from stoker.tasks import building
 from stoker.tasks.plan_facts import DataFacts, PlanPart, StepCosts
 from stoker.tasks.volumes.augment import memory_format_of, transform_range
-from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.data import label_rules, list_cases, reading_options, survey_cases
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import Shape, as_shape, sizes_text
@@ -31,7 +30,7 @@ from stoker.tasks.volumes.networks import build_volume_model, divisor_of, fittin
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import RowLayout
 from stoker.tasks.volumes.patches.patches import draw_transforms
-from stoker.tasks.volumes.predict.windows import SlidingWindow, prediction_size
+from stoker.tasks.volumes.predict.segmenter import SlidingWindow, prediction_size
 from stoker.train.compute import compute_dtype
 from stoker.train.step import TraceableStep, plain_batch
 
@@ -74,17 +73,17 @@ def volume_facts(config: Config, _samples: int | None = None, progress: Advance 
     channels = len(surveyed.cases[0].images)
     dtype = surveyed.image_dtype(surveyed.cases)
     voxels = {name: shape[0] * shape[1] * shape[2] for name, shape in surveyed.shapes.items()}
-    decoded = sum(voxels[case.id] for case in surveyed.cases if not _is_mapped(case))
+    # Volumes in mapped files are read as they are: nothing is decoded, so there is nothing to keep.
+    decoded = sum(
+        voxels[case.id]
+        for case in surveyed.cases
+        if not all(ref.packed is not None and ref.packed.kind != "zarr" for ref in case.images)
+    )
     return VolumeFacts(
         **_sizes(config, channels, dtype, rules), channels=channels, rules=rules, cases=len(surveyed.cases),
         largest=surveyed.shapes[max(voxels, key=lambda name: voxels[name])],
         decoded_bytes=decoded * (channels * dtype.itemsize + rules.dtype.itemsize),
     )  # fmt: skip
-
-
-def _is_mapped(case: Case) -> bool:
-    """Whether its voxels are read from mapped files as they are: nothing is decoded, so there is nothing to keep."""
-    return all(ref.packed is not None and ref.packed.kind != "zarr" for ref in case.images)
 
 
 def _assumed(config: Config, reason: str) -> VolumeFacts:

@@ -106,7 +106,7 @@ def build_network(config: Config, data: VolumeData, context: RunContext) -> nn.M
 
 
 def describe_run(config: Config, run: Run, data: VolumeData) -> str:
-    """What is about to be trained, in a few lines that people check before they go home."""
+    """What is about to be trained, in a few lines to check before leaving it alone."""
     patch = " x ".join(map(str, data.train.patches.patch))
     if data.val is None:
         val = "no validation"
@@ -153,7 +153,7 @@ class VolumeScoring:
         self._outside = rules.outside
         # The sum of the losses, and how many patches it is over.
         self._loss = torch.zeros(2, dtype=self._counts.tensor.dtype, device=device)
-        self._told = False
+        self._warned = False
 
     def reset(self) -> None:
         self._counts.tensor.zero_()
@@ -174,9 +174,9 @@ class VolumeScoring:
 
     def look(self, metrics: Mapping[str, Any]) -> Remark | None:
         """Says once that no validation patch could be scored: an epoch without metrics must not go unnoticed."""
-        if "val/loss" in metrics or self._told:
+        if "val/loss" in metrics or self._warned:
             return None
-        self._told = True
+        self._warned = True
         why = "no validation patch could be read, or none has a labelled voxel"
         hint = "quarantine.jsonl names volumes that could not be read; fold: N validates on others"
         text = f"warning: no validation metrics: {why}\nhint: {hint}"

@@ -79,7 +79,6 @@ def check_labelled(subject: Subject) -> Finding:
 
 
 def checks() -> tuple[Check, ...]:
-    """The checks of volumes."""
     return (
         Check("volumes", "data", "volumes can be opened, and fit their labels", check_volumes),
         Check("volume-split", "data", "volumes to validate on", check_split, cheap=True),

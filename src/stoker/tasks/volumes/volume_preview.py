@@ -48,8 +48,7 @@ from stoker.tasks.volumes.pictures import AXES, as_grey, plain, with_classes
 from stoker.train.ranks import Ranks
 from stoker.train.transfers import Uploader
 
-DEFAULT_COUNT = 12
-RUN_COUNT = 6
+DEFAULT_COUNT = 6
 CHARACTERS = 32
 """Length of a line below a picture."""
 _SMALL_ANGLE = 0.5
@@ -101,7 +100,7 @@ def preview(
     **limits: Any,
 ) -> Preview:
     """The sheet of a run's first patches, and of validation patches of many volumes."""
-    seen = look(config, data, count=count or RUN_COUNT, **limits)
+    seen = look(config, data, count=count or DEFAULT_COUNT, **limits)
     return Preview(sheet_of(seen, name), partial(describe, seen))
 
 
@@ -109,7 +108,7 @@ def look(
     config: HostConfig,
     data: VolumeData,
     *,
-    count: int = DEFAULT_COUNT,
+    count: int,
     epoch: int = 0,
     world: int | None = None,
     patience_s: float = float("inf"),
@@ -135,17 +134,14 @@ def look(
     if data.val is not None and time.monotonic() - began_s <= patience_s:
         prepare = build_volume_eval(config, *data.statistics(data.val), torch.float32)
         found: list[PatchSeen] = []
-        for position in _spread(data.val.steps.samples, max(1, count // 2)):
+        # Evenly over all patches of the grid, and so over its volumes.
+        shares = (np.arange(wanted := max(1, count // 2)) + 0.5) / wanted
+        for position in sorted({int(place) for place in shares * data.val.steps.samples}):
             if found and time.monotonic() - began_s > patience_s:
                 break
             found += _look_at(config, data, data.val, position, 0, prepare, None)
         validation = tuple(found)
     return PatchesSeen(config, data, epoch, tuple(seen), validation)
-
-
-def _spread(total: int, count: int) -> list[int]:
-    """Evenly over all patches of a grid, and so over its volumes."""
-    return sorted({int(place) for place in (np.arange(count) + 0.5) / count * total})
 
 
 def _look_at(

@@ -33,8 +33,6 @@ MAX_INDEX_BYTES = 256_000_000
 
 @dataclass(frozen=True)
 class PackedFile:
-    """A volume of a pack."""
-
     path: str
     """Relative to the pack."""
     facts: PackedFacts
@@ -42,8 +40,6 @@ class PackedFile:
 
 @dataclass(frozen=True)
 class PackedCase:
-    """A case of a pack."""
-
     id: str
     group: str
     part: str
@@ -73,7 +69,6 @@ class PackIndex:
     skipped: tuple[dict[str, str], ...] = ()
     """Volumes that could not be read when it was packed."""
     options: dict[str, Any] = field(default_factory=dict)
-    """How it was packed."""
 
 
 def write_index(root: Path, index: PackIndex) -> None:
@@ -155,14 +150,13 @@ def read_case(path: Path) -> tuple[PackedCase, str] | None:
     try:
         record = json.loads(path.read_text("utf-8"))
         if has_whole_seal(record) is False:
-            return None  # changed after it was written: its files are made anew
+            return None  # changed after it was written: its files are made again
         return case_of(record["case"]), str(record["source"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def write_case(path: Path, case: PackedCase, source: str) -> None:
-    """Records that a case is finished."""
     write_text(path, json.dumps(sealed({"source": source, "case": case.as_dict()})) + "\n")
 
 

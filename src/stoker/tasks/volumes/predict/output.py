@@ -32,8 +32,14 @@ from stoker.tasks.volumes.formats.opening import library
 from stoker.tasks.volumes.formats.volume import Region, Shape, Volume
 from stoker.tasks.volumes.pack.write_volume import bytes_codec, create_zarr, remove
 from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain
-from stoker.tasks.volumes.predict.segmenter import Carried, Scale, mask_dtype
-from stoker.tasks.volumes.predict.windows import PredictionSize, SlidingWindow, WindowGrid
+from stoker.tasks.volumes.predict.segmenter import (
+    Carried,
+    PredictionSize,
+    Scale,
+    SlidingWindow,
+    WindowGrid,
+    mask_dtype,
+)
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 
 MANIFEST, UNFINISHED, LEASE = "prediction.json", ".unfinished", "lease"
@@ -103,8 +109,6 @@ class PredictionOptions:
 
 @dataclass(frozen=True)
 class PredictedVolume:
-    """A volume that is finished."""
-
     id: str
     path: Path
     shape: Shape
@@ -117,8 +121,6 @@ class PredictedVolume:
 
 @dataclass(frozen=True)
 class Job:
-    """One volume to predict."""
-
     id: str
     images: tuple[Volume, ...]
     target: Path
@@ -134,7 +136,7 @@ def settings_of(trained: Sequence[TrainedVolumeModel], options: PredictionOption
     config = trained[0].config
     return {
         "checkpoints": [
-            {"xxh128": _digest(one.path), "weights": "averaged" if one.averaged else "raw"} for one in trained
+            {"xxh128": _checksum(one.path), "weights": "averaged" if one.averaged else "raw"} for one in trained
         ],
         "patch_size": list(config.patch_size or ()),
         "normalize": config.normalize,
@@ -252,12 +254,9 @@ def only_one(out: Path) -> Iterator[None]:
                 (out / UNFINISHED).rmdir()
 
 
-def _digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while part := file.read(1 << 24):
-            state.update(part)
-    return state.hexdigest()
+def _checksum(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 class RawVolume:
@@ -294,11 +293,9 @@ class RawVolume:
         return found
 
     def planes(self, start: int, stop: int, channel: int = 0) -> NDArray[Any]:
-        """The planes from `start` up to `stop`."""
         return self.read(Region((start, 0, 0), (stop, *self.shape[1:])), channel)
 
     def write_planes(self, start: int, voxels: NDArray[Any]) -> None:
-        """Writes planes (z, y, x) of the only channel."""
         self.write(Region((start, 0, 0), (start + len(voxels), *self.shape[1:])), voxels)
 
     def sync(self) -> None:

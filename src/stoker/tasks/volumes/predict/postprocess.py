@@ -26,7 +26,8 @@ SLAB_VOXELS = 1 << 24
 BYTES_PER_VOXEL = 12
 _COUNTED_AT_ONCE = 1 << 21
 LARGEST_RADIUS = 8
-_NEEDS_NUMBER = {"remove_small": True, "fill_holes": False, "closing": True}
+_NUMBERS = {"remove_small": "voxels, as in remove_small=100", "fill_holes": "", "closing": "a radius, as in closing=1"}
+"""What the number of a step is; empty for one without a number."""
 
 
 class Planes(Protocol):
@@ -67,7 +68,7 @@ class PostStep:
     """Voxels of the smallest component that stays; radius of the closing."""
 
     def __str__(self) -> str:
-        return f"{self.name}={self.number}" if _NEEDS_NUMBER[self.name] else self.name
+        return f"{self.name}={self.number}" if _NUMBERS[self.name] else self.name
 
 
 def parse_chain(text: str) -> tuple[PostStep, ...]:
@@ -75,17 +76,16 @@ def parse_chain(text: str) -> tuple[PostStep, ...]:
     steps = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in word.partition("="))
-        if name not in _NEEDS_NUMBER:
+        if name not in _NUMBERS:
             raise UserError(
                 "unknown-post-step",
                 f"predict_postprocess has the step {name!r}",
-                why=f"known are {', '.join(_NEEDS_NUMBER)}",
-                hint=did_you_mean(name, _NEEDS_NUMBER) or "remove_small=100,fill_holes,closing=1",
+                why=f"known are {', '.join(_NUMBERS)}",
+                hint=did_you_mean(name, _NUMBERS) or "remove_small=100,fill_holes,closing=1",
             )
         seen = f"predict_postprocess has {word!r}"
-        if bool(equals) != _NEEDS_NUMBER[name] or (equals and not (value.isdecimal() and int(value) > 0)):
-            what = {"remove_small": "voxels, as in remove_small=100", "closing": "a radius, as in closing=1"}.get(name)
-            raise UserError("bad-post-step", seen, why=f"{name} takes {what or 'no number'}")
+        if bool(equals) != bool(_NUMBERS[name]) or (equals and not (value.isdecimal() and int(value) > 0)):
+            raise UserError("bad-post-step", seen, why=f"{name} takes {_NUMBERS[name] or 'no number'}")
         if name == "closing" and int(value) > LARGEST_RADIUS:
             raise UserError("bad-post-step", seen, why=f"radii up to {LARGEST_RADIUS} are supported")
         steps.append(PostStep(name, int(value) if equals else 0))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Dice, IoU and surface Dice of validation patches, counted on the device: the cheap approximation while training.
 
 Each patch is scored alone, so surfaces end at its border and voxels that two patches share count twice;
-`stoker eval` scores whole volumes exactly (overlap, surface_dice).
+`stoker eval` scores whole volumes exactly (scores/whole.py).
 """
 
 from __future__ import annotations
@@ -58,15 +58,8 @@ class VolumeCounts:
         # Not argmax, which takes ten times as long on a CPU.
         guess = logits.detach().max(1).indices.to(self._small) * known
         truth = labels.to(self._small) * known
-        counts = torch.stack(
-            [
-                self._by_class(truth * (guess == truth)),
-                self._by_class(guess),
-                self._by_class(truth),
-                *self._surfaces(guess, truth, known),
-            ],
-            dim=2,
-        ).to(self.tensor.dtype)
+        overlap = [self._by_class(values) for values in (truth * (guess == truth), guess, truth)]
+        counts = torch.stack([*overlap, *self._surfaces(guess, truth, known)], dim=2).to(self.tensor.dtype)
         # Indices that the host knows make views; a tensor of indices would have to be copied to the device first.
         for slot, case in enumerate(np.asarray(cases).tolist()):
             if valid is None or bool(valid[slot]):
@@ -84,11 +77,8 @@ class VolumeCounts:
 
     def result(self) -> dict[str, float]:
         """The means of `per_case` over the cases; a score that no case has is left out. Waits for the device."""
-        found = {}
-        for name, values in self.per_case().items():
-            if not np.isnan(values).all():
-                found[name] = float(np.nanmean(values))
-        return found
+        scores = self.per_case().items()
+        return {name: float(np.nanmean(values)) for name, values in scores if not np.isnan(values).all()}
 
     def _by_class(self, values: Tensor) -> Tensor:
         """How often each class occurs in each sample (N, classes); bincount would wait to learn its size."""

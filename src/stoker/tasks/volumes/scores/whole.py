@@ -140,8 +140,6 @@ class ClassScores(NamedTuple):
 
 @dataclass(frozen=True)
 class VolumeScores:
-    """The scores of one volume."""
-
     id: str
     classes: tuple[ClassScores, ...]
     """The scores of the classes 1, 2, …"""
@@ -172,13 +170,9 @@ def score_volume(
     ignore: int | None,
     tolerance: float = 2.0,
     spacing: Spacing = ISOTROPIC,
-    score: ScoreName = "segmentation",
-    processes: int = 1,
-    progress: Advance | None = None,
 ) -> VolumeScores:
     """Scores a prediction (z, y, x) of classes. Voxels whose label is `ignore` do not count for Dice and IoU; for
-    surfaces, which need neighbours, they are background in both. `progress` counts the octants of the competition's
-    score, which take the longest."""
+    surfaces, which need neighbours, they are background in both."""
     matrix, known = confusion(prediction, label, classes, ignore)
     scores = []
     for number in range(1, classes):
@@ -191,8 +185,7 @@ def score_volume(
             one &= label != ignore
         surface = surface_dice(one, two, tolerance, spacing)
         scores.append(ClassScores(float(2 * both / (ours + theirs)), float(both / (ours + theirs - both)), surface))
-    competition = score_surface(prediction, label, ignore, processes, progress) if score == "vesuvius-surface" else None
-    return VolumeScores(name, tuple(scores), known / max(1, label.size), competition)
+    return VolumeScores(name, tuple(scores), known / max(1, label.size))
 
 
 def confusion(

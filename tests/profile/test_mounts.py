@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -46,9 +45,3 @@ def test_a_link_counts_as_its_target(tmp_path: Path) -> None:
 def test_what_a_file_system_type_does_not_say_is_not_guessed(tmp_path: Path) -> None:
     assert is_remote("fuse", "something") is None
     assert mount_of("/", tmp_path / "missing") is None
-
-
-def test_this_machine_has_a_root() -> None:
-    found = mount_of(os.sep)
-    assert found is not None
-    assert found.kind

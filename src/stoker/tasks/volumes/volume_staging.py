@@ -12,9 +12,8 @@ from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, FileVersion
-from stoker.io.filling import WantedFile
 from stoker.io.stores import is_url, open_store
-from stoker.loader.fill_order import Indices
+from stoker.loader.filling import Indices, WantedFile
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import Selection, refuse_classes
 from stoker.tasks.images.layouts.splits import split_place

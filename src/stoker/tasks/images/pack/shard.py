@@ -178,14 +178,13 @@ def make_shard(source: ShardSource, task: ShardTask, report: Report) -> ShardDon
     """Writes the shard and its record; keeps a shard that is already complete."""
     cv2.setNumThreads(1)  # one core for each process
     try:
-        record = _kept(source, task)
-        if record is not None:
+        kept = _kept(source, task)
+        if kept is not None:
             report(len(task.samples))
-            return ShardDone(task.number, True, len(record.samples), record.bytes, record.skipped)
-        record = _write(source, task, report)
+        record = kept or _write(source, task, report)
     except (OSError, ShardDamaged) as error:
         return ShardDone(task.number, False, 0, 0, [], error=str(error))
-    return ShardDone(task.number, False, len(record.samples), record.bytes, record.skipped)
+    return ShardDone(task.number, kept is not None, len(record.samples), record.bytes, record.skipped)
 
 
 def sampled_ratio(source: ShardSource, tasks: list[ShardTask]) -> float:

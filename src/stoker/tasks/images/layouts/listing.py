@@ -281,7 +281,6 @@ def class_of_index(index: SampleIndex, name: str, seen: Seen) -> ClassListing:
 
 
 def index_of_classes(root: str, listings: Sequence[ClassListing]) -> SampleIndex:
-    """One index of all classes, in this order."""
     counts = np.array([len(listing) for listing in listings], np.int64)
     starts = np.cumsum([0, *(len(listing.name_bytes) for listing in listings)])
     sizes = [listing.sizes for listing in listings if listing.sizes is not None]

@@ -126,8 +126,6 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class ShardSource:
-    """The arguments of every worker."""
-
     index: SampleIndex
     pack: PackFolder
     options: PackOptions
@@ -135,8 +133,6 @@ class ShardSource:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to make."""
-
     number: int
     first_key: int
     samples: NDArray[np.int64]
@@ -155,8 +151,6 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class ShardDone:
-    """The result of a task."""
-
     number: int
     kept: bool
     images: int

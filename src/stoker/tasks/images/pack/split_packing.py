@@ -60,8 +60,6 @@ STAT_THREADS = 16
 
 @dataclass(frozen=True)
 class ImagePackResult:
-    """The result of packing a split."""
-
     samples: int
     classes: int
     shards: int
@@ -174,7 +172,6 @@ def _of_split(result: ImagePackResult) -> dict[str, object]:
 
 
 def _table(results: Mapping[str, ImagePackResult]) -> str:
-    """A row for each split."""
     rows = [
         [
             name,

@@ -25,8 +25,9 @@ from bench.tune_bed import Bed
 from stoker.profile.memory import tree_pids
 from stoker.tune.config_search import ConfigTrier
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
-from stoker.tune.search import search
+from stoker.tune.search import Choices, search
 from stoker.tune.space import proposer
+from stoker.tune.trials import Objective, Trials
 
 LEAST_PATIENCE_S = 15.0
 """For a trial that hangs; the product takes a multiple of what the first one took, at least half a minute."""
@@ -224,10 +225,9 @@ def survive(bed: Bed, seconds: float) -> list[dict[str, Any]]:
 
     def tuned(fault: Fault | None, at: int) -> tuple[FaultyTrier, Outcome]:
         trier = FaultyTrier(bed.open_trier, fault, at, data, known)
-        outcome = search(
-            trier, bed.start, proposer(bed.around), budget_s=BUDGET_S, trial_s=seconds, fits=bed.fits,
-            ceiling=bed.pace_samples_per_second,
-        )  # fmt: skip
+        choices = Choices(bed.start, proposer(bed.around), bed.fits, ceiling=bed.pace_samples_per_second)
+        trials = Trials(trier, Objective().score, budget_s=BUDGET_S, trial_s=seconds)
+        outcome = search(trials, choices, Objective())
         return trier, outcome
 
     without, _ = tuned(None, 0)

@@ -20,9 +20,8 @@ from bench.loaders import PROJECT
 from bench.peers.environments import python_of
 from bench.tune_bed import Bed, Row
 from bench.tune_scenarios import ENGINES, MB
-from stoker.tune.loader_space import MOST_PREFETCH, worker_counts
 from stoker.tune.records import Settings
-from stoker.tune.space import MOST_LOOKAHEAD
+from stoker.tune.space import MOST_LOOKAHEAD, MOST_PREFETCH, worker_counts
 from stoker.tune.trials import MOST_TRIALS
 
 CACHES = (0, 256 * MB, 1024 * MB, 4096 * MB)

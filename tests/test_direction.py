@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "stoker"
 # From left to right; a module may import what is further right, and its own package.
 LAYERS = [
     {"__main__"},
-    {"cli", "api"},
+    {"cli"},
     {"commands"},
     {"report"},
     {"tune", "verify", "stage"},

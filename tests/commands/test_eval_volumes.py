@@ -13,7 +13,7 @@ import tifffile
 from PIL import Image
 
 from stoker.cli import main
-from stoker.report.run_files import read_evaluation
+from stoker.report.run_facts import read_evaluation
 from stoker.tasks.volumes import volume_evaluation
 from stoker.tasks.volumes.predict.postprocess import parse_chain, post_processed
 from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of

@@ -208,7 +208,7 @@ def test_secrets_that_got_into_a_file_do_not_get_into_the_page(tmp_path: Path) -
     assert "AKIAABCDEFGHIJKLMNOP" not in page
 
 
-def test_the_browser_reports_no_errors_and_makes_no_requests(shown: Page) -> None:
+def test_the_browser_reports_no_errors_makes_no_requests_and_runs_no_names(shown: Page) -> None:
     assert shown.problems == []
     assert len(shown.requests) == 1  # the page itself
     assert shown.evaluate("document.querySelector('h1').textContent") == "Too few workers."
@@ -219,9 +219,6 @@ def test_the_browser_reports_no_errors_and_makes_no_requests(shown: Page) -> Non
         "the ceiling", "waiting for a core", "images/s", "epoch=2-val_acc1=71.5000.ckpt",
     ):  # fmt: skip
         assert expected in text.replace("\u00a0", " "), expected
-
-
-def test_names_are_shown_as_they_are_and_never_run(shown: Page) -> None:
     assert shown.evaluate("window.hacked") is None
     assert shown.evaluate("document.images.length") == 0
     assert shown.evaluate("document.querySelector('#quarantine code').textContent") == EVIL

@@ -60,6 +60,8 @@ def test_the_document_has_the_figures_of_the_outcome(tmp_path: Path, capsys: pyt
     assert decisions == ["baseline", "kept", "not kept", "skipped", "not kept", "confirmed"]
     assert [step["result"] for step in tune["steps"]][2] == "out-of-memory"
     assert not (tmp_path / "tune.html").exists()
+    assert main(["report", str(tmp_path), str(tmp_path)]) == 2
+    assert "not compared" in capsys.readouterr().err
 
 
 HOLDS_A_JOURNAL = """
@@ -118,9 +120,3 @@ def test_a_damaged_journal_has_a_page_that_says_so(tmp_path: Path) -> None:
     assert "1 line not in JSON" in " ".join(document["missing"])
     report_page(report_document([document]))
     assert main(["report", str(path)]) == 1, "it does not begin as a journal does"
-
-
-def test_two_searches_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_journal(tmp_path / "tune.jsonl")
-    assert main(["report", str(tmp_path), str(tmp_path)]) == 2
-    assert "not compared" in capsys.readouterr().err

@@ -7,7 +7,8 @@ from pathlib import Path
 from stoker.core.finding import Estimate
 from stoker.tune.journal import Journal
 from stoker.tune.records import Candidate, Measured, Outcome, Settings, State
-from stoker.tune.search import search
+from stoker.tune.search import Choices, search
+from stoker.tune.trials import Objective, Trials
 
 EVIL = "</script><script>window.hacked=1</script>\x1b[2J"
 START: Settings = {"num_workers": 1, "prefetch_factor": 2, "decoder": "auto"}
@@ -40,7 +41,9 @@ def write_journal(path: Path, *, end: bool = True) -> Outcome:
     def propose(_state: State) -> Candidate | None:
         return waiting.pop(0) if waiting else None
 
-    outcome = search(MadeUp(), START, propose, budget_s=1000, trial_s=1, journal=journal, ceiling=250.0)
+    objective = Objective()
+    trials = Trials(MadeUp(), objective.score, journal, budget_s=1000, trial_s=1)
+    outcome = search(trials, Choices(START, propose, ceiling=250.0), objective)
     journal.close()
     if not end:
         lines = path.read_text().splitlines(keepends=True)

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from stoker.tune.records import Candidate, Measured, Settings, State, key_of
+from stoker.tune.journal import Journal
+from stoker.tune.records import Candidate, Listener, Measured, Outcome, Settings, State, Trier, key_of
+from stoker.tune.search import Choices, search
+from stoker.tune.trials import MOST_TRIALS, Objective, Trials
 
 START: Settings = {"num_workers": 1, "loader": "thread", "prefetch_factor": 2}
 COUNTS = (0, 1, 2, 3, 4, 6, 8)
@@ -51,6 +54,15 @@ class MadeUp:
         windows = tuple(rate * float(np.exp(rng.normal(0, self.noise / 2))) for _ in range(4))
         ledger = "other" if result == "different-training" else "same"
         return Measured("measured", windows, wait_share=0.5, took_s=seconds, ledger=ledger)
+
+
+def search_with(
+    trier: Trier, start: Settings, *, budget_s: float = 1e6, trial_s: float = 1.0, journal: Journal | None = None,
+    tell: Listener | None = None, most_trials: int = MOST_TRIALS, **choices: Any,
+) -> Outcome:  # fmt: skip
+    objective = Objective()
+    trials = Trials(trier, objective.score, journal, tell, budget_s=budget_s, trial_s=trial_s, most=most_trials)
+    return search(trials, Choices(start, **choices), objective)
 
 
 def neighbours(state: State) -> Candidate | None:

@@ -14,7 +14,7 @@ from stoker.profile.host import HostConfig, Machine, fit_to_machine
 from stoker.run.json_lines import read_records
 from stoker.tune.ablate import TOGETHER, Ablation, Contribution, ablate, sources_of, speed_of
 from stoker.tune.journal import Journal
-from stoker.tune.records import Listener, Measured, Nobody, Settings
+from stoker.tune.records import Listener, Measured, Settings
 from stoker.tune.trials import Trials
 from tests.support.tiny_training import write_config, write_images
 
@@ -41,7 +41,7 @@ def config(**keys: object) -> HostConfig:
 
 
 def trials_of(trier: MadeUp, journal: Journal, tell: Listener | None = None, budget_s: float = 1e6) -> Trials:
-    return Trials(trier, journal, tell or Nobody(), speed_of, budget_s=budget_s, trial_s=1, same_training=False)
+    return Trials(trier, speed_of, journal, tell, budget_s=budget_s, trial_s=1, same_training=False)
 
 
 def test_each_source_is_compared_with_the_whole_config_run_beside_it(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_each_source_is_compared_with_the_whole_config_run_beside_it(tmp_path: P
     whole = config(compile_model=False)
     said: list[int] = []
 
-    class Told(Nobody):
+    class Told(Listener):
         def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
             said.append(number)
 

@@ -12,10 +12,8 @@ from stoker.config import load_config
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.volumes.pack.write_volume import LAYOUTS
 from stoker.trial.fork_server import ForkServer
-from stoker.trial.trial_server import trial_server
-from stoker.tune.config_search import ConfigTrier
+from stoker.tune.config_search import FAR_SLOWER, ConfigTrier, Packs
 from stoker.tune.journal import Journal
-from stoker.tune.packs import FAR_SLOWER, Packs
 from stoker.tune.space import settings_of
 from tests.support.tiny_volumes import write_volume_config, write_volumes
 
@@ -31,13 +29,6 @@ def volumes(tmp_path: Path) -> HostConfig:
 def journal(tmp_path: Path) -> Iterator[Journal]:
     found = Journal(tmp_path / "tune.jsonl")
     found.begin({"same": {}})
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    found = trial_server()
     yield found
     found.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.core.errors import UsageError
-from stoker.tune.placeholders import read_template
+from stoker.tune.script import read_template
 
 
 def test_values_are_filled_in_wherever_the_places_are() -> None:

@@ -16,9 +16,8 @@ import pytest
 from stoker.cli import main
 from stoker.core import child as child_process
 from stoker.profile.observed import Observed
-from stoker.tune.placeholders import Template, read_template
 from stoker.tune.records import Settings
-from stoker.tune.script import ScriptTrier, windows_of
+from stoker.tune.script import ScriptTrier, Template, read_template, windows_of
 from tests.doctor.script.conftest import SCRIPTS
 from tests.support.waiting import is_running, wait_until
 
@@ -78,7 +77,7 @@ def test_a_script_ends_when_stoker_is_killed(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     text = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     run = (
-        "import sys; from stoker.tune.placeholders import read_template; from stoker.tune.script import ScriptTrier;"
+        "import sys; from stoker.tune.script import ScriptTrier, read_template;"
         f"ScriptTrier(read_template([sys.executable, '-c', {text!r}, '{{num_workers}}'])).run({START}, 1)"
     )
     process = subprocess.Popen([sys.executable, "-c", run], env={**os.environ, "TMPDIR": str(tmp_path)})

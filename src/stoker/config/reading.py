@@ -128,9 +128,10 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resol
     if path is not None:
         for layer in _read_with_bases(Path(path)):
             problems += layer.problems
-            settings |= _settings_of_file(layer, problems, warnings)
+            given = [Setting(entry.value, entry.key, layer.where(entry.line)) for entry in layer.entries]
+            settings |= _by_key(given, layer.path, problems, warnings)
             others[layer.path] = [entry.key for entry in layer.entries if entry.key in NAMES]
-    settings |= _settings_of_overrides(overrides, problems)
+    settings |= _by_key(_read_overrides(overrides, problems), None, problems)
     _check_meaning_of_lr(settings, others, problems)
     notes = _shorten_warmup(settings)
     config = _validate(settings, problems, warnings)
@@ -206,17 +207,7 @@ def _base_of(layer: YamlFile) -> Path | None:
     return layer.path.parent / value
 
 
-def _settings_of_file(layer: YamlFile, problems: list[Finding], warnings: list[str]) -> dict[str, Setting]:
-    settings: dict[str, Setting] = {}
-    theirs = Theirs({entry.key: entry.value for entry in layer.entries})
-    for entry in layer.entries:
-        setting = Setting(entry.value, entry.key, layer.where(entry.line))
-        for translated in _from_others(setting, theirs, problems, layer.path):
-            _add(settings, translated, problems, warnings)
-    return settings
-
-
-def _settings_of_overrides(overrides: Sequence[str], problems: list[Finding]) -> dict[str, Setting]:
+def _read_overrides(overrides: Sequence[str], problems: list[Finding]) -> list[Setting]:
     given: list[Setting] = []
     for text in overrides:
         key, equals, value_text = text.partition("=")
@@ -225,16 +216,21 @@ def _settings_of_overrides(overrides: Sequence[str], problems: list[Finding]) ->
             problems.append(config_problem((text,), f"{text!r} is not KEY=VALUE", COMMAND_LINE))
             continue
         try:
-            value = parse_value(value_text)
+            given.append(Setting(parse_value(value_text), key.strip(), where))
         except (yaml.YAMLError, ValueError, RecursionError):
             problems.append(config_problem((key,), f"the value {value_text!r} cannot be read", where))
-            continue
-        given.append(Setting(value, key.strip(), where))
+    return given
+
+
+def _by_key(
+    given: Sequence[Setting], file: Path | None, problems: list[Finding], warnings: list[str] | None = None
+) -> dict[str, Setting]:
+    """The settings of one source under our keys, translated where they have another program's name."""
     settings: dict[str, Setting] = {}
     theirs = Theirs({setting.spelled: setting.value for setting in given})
     for setting in given:
-        for translated in _from_others(setting, theirs, problems, None):
-            _add(settings, translated, problems, warnings=None)
+        for translated in _from_others(setting, theirs, problems, file):
+            _add(settings, translated, problems, warnings)
     return settings
 
 

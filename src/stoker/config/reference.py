@@ -51,8 +51,6 @@ def write_scalar(value: Any) -> str:
 
 @dataclass(frozen=True)
 class KeyReference:
-    """The reference entry of one key."""
-
     name: str
     group: str
     type: str

@@ -16,27 +16,25 @@ from stoker.doctor.diagnosis import Diagnosis
 from stoker.doctor.script.recording import has_records
 from stoker.profile.clock_reading import PARTS, ClockSums, StepTimes
 from stoker.profile.observed import Observed, SlowSample
-from stoker.report.figures import (
+from stoker.report.run_facts import (
+    changed_from_defaults,
+    clip,
+    describe_predictions,
+    describe_quarantine,
     epoch_columns,
     figures,
+    list_checkpoints,
     memory_columns,
+    preview_of,
+    read_config,
+    read_environment,
+    read_evaluation,
     rounded,
     run_state,
     stage_rows,
     step_columns,
     sum_of_parts,
     timeline_columns,
-)
-from stoker.report.run_files import (
-    changed_from_defaults,
-    clip,
-    describe_predictions,
-    describe_quarantine,
-    list_checkpoints,
-    preview_of,
-    read_config,
-    read_environment,
-    read_evaluation,
 )
 from stoker.report.tune_document import TuneReader, find_journal
 from stoker.run.folder import RunFolder, find_run, is_run

@@ -58,12 +58,10 @@ def watch_in_terminal(read: ReadDocument) -> None:
 
 
 def print_frame(document: Document) -> None:
-    """Prints what the screen would show now."""
     print_result("\n".join(text for text, _ in frame_lines(document)))
 
 
 def frame_lines(run: Document) -> list[tuple[str, str]]:
-    """The lines of the screen, each with its style."""
     if is_tune(run):
         return _tune_lines(run)
     figures = run["figures"]
@@ -97,7 +95,6 @@ def frame_lines(run: Document) -> list[tuple[str, str]]:
 
 
 def status_line(run: Document) -> str:
-    """The run in one line, for logs."""
     if is_tune(run):
         return _tune_line(run)
     figures = run["figures"]
@@ -206,7 +203,6 @@ def _with(value: float | str | None, template: str) -> str | None:
 
 
 def _tune_lines(tune: Document) -> list[tuple[str, str]]:
-    """The lines of the screen, each with its style."""
     lines = [(f"{tune['name']}  {tune['state']}{_ending(tune)}", "bold"), (_summary(tune), ""), ("", "")]
     unit, steps = tune["figures"]["unit"], tune["steps"]
     left_out = max(0, len(steps) - SHOWN_STEPS)
@@ -237,7 +233,6 @@ def _tune_lines(tune: Document) -> list[tuple[str, str]]:
 
 
 def _tune_line(tune: Document) -> str:
-    """The search in one line, for logs."""
     last = tune["steps"][-1] if tune["steps"] else None
     newest = "" if last is None else f", last: {_what(last)} {last['decision']}"
     return _printable(f"{tune['name']} {tune['state']}: {_summary(tune)}{newest}")

@@ -18,7 +18,7 @@ from stoker.core.console import say
 from stoker.core.errors import UserError
 from stoker.core.files import write_text
 from stoker.report.document import Document, compare
-from stoker.report.run_files import picture_url
+from stoker.report.run_facts import picture_url
 from stoker.report.tune_document import is_tune
 from stoker.run.folder import RunFolder
 
@@ -120,7 +120,6 @@ def page_path_for(folders: Sequence[Path], *, search: bool = False) -> Path:
 
 
 def check_page_path(path: Path) -> None:
-    """Raises if a page could not be written there."""
     folder = path.absolute().parent
     wrong = (
         "is a folder" if path.is_dir()
@@ -133,7 +132,6 @@ def check_page_path(path: Path) -> None:
 
 
 def write_page(path: Path, document: Document) -> None:
-    """Writes the page, whole or not at all."""
     try:
         write_text(path, report_page(document))
     except OSError as error:

@@ -9,8 +9,7 @@ from typing import Any
 
 from stoker.core.errors import UserError
 from stoker.core.units import count
-from stoker.report.figures import rounded
-from stoker.report.run_files import clip, mapping
+from stoker.report.run_facts import clip, mapping, rounded
 from stoker.run.json_lines import JsonLines, KeptRecords, Record, finite, number, read_records
 from stoker.run.lease import is_locked
 
@@ -168,7 +167,6 @@ def _step_row(record: Record, counting: tuple[str, ...] = ("measured",)) -> dict
 
 
 def _source_row(record: Record) -> dict[str, Any]:
-    """One optimisation that was switched off, as the page shows it."""
     return {
         "label": clip(record.get("label") or ""),
         "change": _pairs(record.get("change")),

@@ -21,11 +21,11 @@ from stoker.io.stores import is_url
 from stoker.loader.loader import choose_engine
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import task_for
-from stoker.tune.comparing import FLOOR
-from stoker.tune.config_search import TuneOptions, begin_journal, open_config
+from stoker.tune.config_search import TuneOptions, open_config
+from stoker.tune.journal import open_journal
 from stoker.tune.records import Measured, Settings, Value
 from stoker.tune.text import rate_text, settings_text
-from stoker.tune.trials import Trials
+from stoker.tune.trials import FLOOR, Trials
 
 NAME = "ablate.jsonl"
 ROUNDS = 2
@@ -80,8 +80,6 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Ablation:
-    """The table."""
-
     rate: float | None
     """Samples per second of the whole config."""
     rows: tuple[Contribution, ...]
@@ -109,9 +107,9 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
         "trial_s": options.trial_s, "budget_s": options.budget_s, "pace": options.pace,
     }  # fmt: skip
     same = {"config": config_values(config), "options": [options.pace, options.trial_s, options.ram_bytes]}
-    journal = begin_journal(path.with_name(NAME), facts, same, opened.machine, fresh=options.fresh)
+    journal = open_journal(path.with_name(NAME), facts, same, opened.machine, fresh=options.fresh)
     trials = Trials(
-        opened.trier, journal, live, speed_of, budget_s=options.budget_s, trial_s=options.trial_s, same_training=False
+        opened.trier, speed_of, journal, live, budget_s=options.budget_s, trial_s=options.trial_s, same_training=False
     )
     try:
         found = ablate(trials, config, sources, lambda row: say("  ".join(cell for cell in _cells(row) if cell)))
@@ -232,7 +230,6 @@ def speed_of(measured: Measured) -> float | None:
 
 
 def ablation_text(ablation: Ablation, unit: str) -> str:
-    """The table for people."""
     whole = "" if ablation.rate is None else f"; with all of them: {rate_text(ablation.rate, unit)}"
     table = format_table([_cells(row) for row in ablation.rows], ("optimisation", "without it", "speed-up", ""))
     runs = f"{count(ablation.trials, 'trial')} in {count(ablation.rounds, 'round')}, each beside the whole config"

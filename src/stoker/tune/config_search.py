@@ -5,36 +5,32 @@ Each trial is a fresh process under a memory limit and a time limit; whatever it
 
 from __future__ import annotations
 
-import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stoker.config import config_values
 from stoker.config.reading import Resolved, load_for_command
-from stoker.core.console import Advance, progress_bar, say, say_notes
+from stoker.core.console import progress_bar, say, say_notes
 from stoker.core.errors import StokerError, UserError
-from stoker.core.units import count
 from stoker.doctor.pacing import seconds_of_a_step
 from stoker.io.stores import is_url
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, read_machine
 from stoker.profile.memory import read_memory, used_by_others_bytes
 from stoker.tasks.base import task_for
-from stoker.tasks.packing import check_destination
+from stoker.tasks.packing import RECORDS, check_destination, claim_destination
 from stoker.trial.fork_server import Ended, ForkServer, patience_after
 from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
-from stoker.tune.comparing import Goal, Objective
-from stoker.tune.journal import Journal
-from stoker.tune.packs import Packs
-from stoker.tune.records import Fits, Measured, Nobody, Outcome, Settings, Step
+from stoker.tune.journal import Journal, open_journal
+from stoker.tune.records import Fits, Goal, Measured, Outcome, Settings
 from stoker.tune.result import DEFAULT_NAME, check_target, journal_path, write_tuned
-from stoker.tune.search import search
+from stoker.tune.search import Choices, search
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
-from stoker.tune.text import running_text, step_text
+from stoker.tune.text import Live
+from stoker.tune.trials import Objective, Trials
 
 DEFAULT_BUDGET_S = 20 * 60.0
 DEFAULT_TRIAL_S = 6.0
@@ -48,8 +44,6 @@ KEPT_BATCHES = 160
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How to search."""
-
     budget_s: float = DEFAULT_BUDGET_S
     trial_s: float = DEFAULT_TRIAL_S
     goal: Goal = "throughput"
@@ -74,8 +68,6 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The end of a search, and its files."""
-
     outcome: Outcome
     target: Path | None
     """The result; None if the search was interrupted."""
@@ -129,8 +121,6 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
         check_destination(resolved.config.data_root, options.pack)
     opened = open_config(resolved, path, overrides, options)
     config, machine, trier, live = opened.config, opened.machine, opened.trier, opened.live
-    cpus, pace_s, remarks = opened.cpus, opened.pace_s, opened.remarks
-    around = _surroundings(config, machine, cpus, options.goal, paced=pace_s is not None)
     start = settings_of(config)
     if options.other_places:
         start["data_root"] = config.data_root
@@ -141,23 +131,23 @@ def tune_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> T
     pack = None if options.pack is None else str(options.pack.absolute())
     asked = [options.goal, options.pace, options.trial_s, options.ram_bytes, list(options.packed), pack]
     same = {"config": config_values(config), "options": asked}
-    journal = begin_journal(journal_path(target), facts, same, machine, fresh=options.fresh)
+    journal = open_journal(journal_path(target), facts, same, machine, fresh=options.fresh)
     packs: Packs | None = None
     try:
-        around = replace(around, packed=options.packed)
         if options.pack is not None:
             packs = Packs(options.pack, config, journal)
-            around = replace(around, packed=(*options.packed, *packs.places), mapped=packs.mapped)
+        around = _surroundings(opened, options, packs)
         began_s = time.monotonic()
         ceiling = _ceiling(trier, start, options.trial_s, journal, live)
-        outcome = search(
-            trier, start, proposer(around), budget_s=options.budget_s - (time.monotonic() - began_s),
-            trial_s=options.trial_s, fits=plan_fits(config, path, machine),
-            ready=(lambda _settings: None) if packs is None else packs.ready, journal=journal, tell=live,
-            objective=Objective(options.goal, config.epochs, config.limit_val_batches != 0), ceiling=ceiling,
-            other_training=other_training(options.also, around), price_per_hour=options.price_per_hour,
-            facts={"unit": live.unit, "config": path.name, "notes": remarks, "paced": options.pace},
+        left_s = options.budget_s - (time.monotonic() - began_s)
+        objective = Objective(options.goal, config.epochs, config.limit_val_batches != 0, options.price_per_hour)
+        choices = Choices(
+            start, proposer(around), plan_fits(config, path, machine), Choices.ready if packs is None else packs.ready,
+            ceiling, other_training(options.also, around),
         )  # fmt: skip
+        trials = Trials(trier, objective.score, journal, live, budget_s=left_s, trial_s=options.trial_s)
+        told = {"unit": live.unit, "config": path.name, "notes": opened.remarks, "paced": options.pace}
+        outcome = search(trials, choices, objective, told)
     finally:
         live.close()
         trier.close()
@@ -248,27 +238,6 @@ class ConfigTrier:
         )  # fmt: skip
 
 
-def begin_journal(path: Path, facts: dict[str, Any], same: dict[str, Any], machine: Machine, *, fresh: bool) -> Journal:
-    """The journal, resumed or new, and prints which; trials count again if `same` and this machine are unchanged."""
-    journal = Journal(path)
-    same = {**same, "host": [socket.gethostname(), machine.cpus, machine.accelerators]}
-    facts = {"time": time.time(), **facts, "same": same}
-    try:
-        why_anew = journal.begin(facts, fresh=fresh)
-    except OSError as error:
-        raise UserError(
-            "journal-not-writable",
-            f"{path} cannot be written: {error.strerror or error}",
-            why="it records every trial, so that an interrupted search can resume",
-            hint="run it in a folder of yours, or for a config: --write ~/tuned.yaml",
-        ) from None
-    if why_anew is not None:
-        say(f"note: {journal.path} is replaced: {why_anew}")
-    if journal.resumed:
-        say(f"resuming: {count(journal.resumed, 'trial')} of {journal.path} will not be run again")
-    return journal
-
-
 def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:
     """The plan's quick check of settings: those that it refuses would run out of memory, and are never run."""
     from stoker.plan.guard import quick_plan  # imports torch
@@ -278,43 +247,6 @@ def plan_fits(config: HostConfig, path: Path | None, machine: Machine) -> Fits:
         return plan.refused[0].seen if plan.refused else None
 
     return fits
-
-
-class Live(Nobody):
-    """Shows each trial on stderr while it runs, and a line for each decision."""
-
-    def __init__(self, unit: str, trial_s: float) -> None:
-        self.unit, self.trial_s = unit, trial_s
-        self._stack = ExitStack()
-        self._advance: Advance | None = None
-
-    def report(self, seconds: float) -> None:
-        if self._advance is not None:
-            self._advance(min(round(seconds), round(self.trial_s)), round(self.trial_s))
-
-    def begin(self, what: str) -> None:
-        """A bar on a terminal; elsewhere the line of the decision is enough."""
-        self.close()
-        if sys.stderr.isatty():
-            self._advance = self._stack.enter_context(progress_bar(what, max(1, round(self.trial_s)), unit=""))
-
-    def close(self) -> None:
-        self._advance = None
-        self._stack.close()
-
-    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:  # noqa: ARG002
-        self.begin(running_text(number, change, role))
-
-    def trial_ends(self, number: int, measured: Measured) -> None:  # noqa: ARG002
-        self.close()
-
-    def lengthened(self, seconds: float, spread: float) -> None:
-        self.trial_s = seconds
-        say(f"note: repeated runs differ by {100 * spread:.0f} %, so trials take {seconds:.0f} s from now on")
-
-    def step(self, step: Step) -> None:
-        self.close()
-        say(step_text(step, self.unit))
 
 
 def _machine(ram_bytes: int | None) -> Machine:
@@ -334,8 +266,8 @@ def _memory_limit(ram_bytes: int | None, ranks_here: int) -> int | None:
     return None if total is None or (ram_bytes is None and ranks_here == 1) else total // ranks_here
 
 
-def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *, paced: bool) -> Surroundings:
-    splits = True
+def _surroundings(opened: Opened, options: TuneOptions, packs: Packs | None) -> Surroundings:
+    config, splits, paced = opened.config, True, opened.pace_s is not None
     if not paced and config.gradient_accumulation > 1 and config.mixup_alpha == config.cutmix_alpha == 0:
         splits = has_batch_norm(config)
     decoded_bytes = task_for(config).decoded_bytes(config)
@@ -343,9 +275,10 @@ def _surroundings(config: HostConfig, machine: Machine, cpus: int, goal: Goal, *
         # Of one rank and of the node's other ranks, which share a cache's size.
         decoded_bytes *= config.devices if isinstance(config.devices, int) else 1
     return Surroundings(
-        config, cpus, cuda=bool(machine.accelerators), paced=paced,
-        remote=config.data_root is not None and is_url(config.data_root), splits_change_training=splits, goal=goal,
-        decoded_bytes=decoded_bytes,
+        config, opened.cpus, cuda=bool(opened.machine.accelerators), paced=paced,
+        remote=config.data_root is not None and is_url(config.data_root), splits_change_training=splits,
+        goal=options.goal, decoded_bytes=decoded_bytes, mapped=frozenset() if packs is None else packs.mapped,
+        packed=(*options.packed, *(() if packs is None else packs.places)),
     )  # fmt: skip
 
 
@@ -381,3 +314,121 @@ def _does_not_run(path: Path, outcome: Outcome, error: StokerError | None) -> St
         why="there is nothing to compare with, and no smaller setting ran either",
         hint=f"stoker verify {path}",
     )
+
+
+# Packs.
+
+FAR_SLOWER = 1.5
+"""A variant is left out if reading a sample takes this many times as long as with the fastest, in their trial. In a
+whole loader reading is only a part, so closer ones are measured."""
+
+
+class Packs:
+    """The packs of one search, below a folder."""
+
+    def __init__(self, folder: Path, config: HostConfig, journal: Journal) -> None:
+        """Looks at the data; raises UserError if it cannot be packed there."""
+        assert config.data_root is not None
+        check_destination(config.data_root, folder)
+        self._folder = folder.expanduser().absolute()
+        self._journal = journal
+        self._ours: set[str] = set(_noted_names(journal, "packs"))
+        """Packs made by this search, before an interruption or after it."""
+        self._ready: dict[str, str | None] = {}
+        self._items = task_for(config).items
+        self._variants = task_for(config).pack_variants(config)
+        self._names = _noted_names(journal, "layouts") or self._worth_trying()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The candidates for `data_root`, in the order in which they are tried."""
+        return tuple(str(self._folder / name) for name in self._names)
+
+    @property
+    def mapped(self) -> frozenset[str]:
+        """The packs that are read as they are, without decoding."""
+        return frozenset(place for place in self.places if Path(place).name in self._variants.mapped)
+
+    def ready(self, settings: Settings) -> str | None:
+        """Makes the pack that these settings need; None, or why it cannot be made."""
+        name = self._name_of(settings)
+        if name is None:
+            return None
+        if name not in self._ready:
+            self._ready[name] = self._make(name)
+        return self._ready[name]
+
+    def keep_only(self, best: Settings) -> None:
+        """Removes the packs of this search that its result does not use."""
+        for name in sorted(self._ours - {self._name_of(best)}):
+            root = self._folder / name
+            with claim_destination(root):
+                self._variants.remove(root)
+            _remove_empty(root)
+        _remove_empty(self._folder)
+
+    @property
+    def made(self) -> bool:
+        return bool(self._ours)
+
+    def _name_of(self, settings: Settings) -> str | None:
+        return next((name for name in self._names if settings.get("data_root") == str(self._folder / name)), None)
+
+    def _make(self, name: str) -> str | None:
+        root = self._folder / name
+        if name not in self._ours:
+            if root.exists():
+                return None  # not ours to change; a trial shows whether it has the same pixels
+            # Before the first byte: after a kill, the pack must be recognised as ours.
+            self._ours.add(name)
+            self._journal.note("packs", names=sorted(self._ours))
+        try:
+            say(f"packed in {root}: {self._variants.make(name, root)}")
+        except StokerError as error:
+            return error.seen
+        return None
+
+    def _worth_trying(self) -> list[str]:
+        """The variants to try, the fastest in their trial first."""
+        if len(self._variants.names) == 1:
+            return list(self._variants.names)
+        _make_folder(self._folder)
+        try:
+            times = self._variants.trial(self._folder / ".stoker-tune-trial")
+        except StokerError as error:
+            say(f"note: the {self._items} are not tried packed: {error.seen}")
+            return []
+        finally:
+            _remove_empty(self._folder)  # the trial's files are gone, others stay
+        ranked = sorted(times, key=times.__getitem__)
+        names = [name for name in ranked if times[name] <= FAR_SLOWER * times[ranked[0]]]
+        self._journal.note("layouts", names=names, seconds=times)
+        each = [f"{name} {1e3 * times[name]:.2f} ms" + ("" if name in names else " (left out)") for name in ranked]
+        say(f"{self._variants.timed}: {', '.join(each)}")
+        return names
+
+
+def _noted_names(journal: Journal, kind: str) -> list[str]:
+    noted: dict[str, Any] = journal.noted(kind) or {}
+    names = noted.get("names")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            "destination-not-writable", f"{folder} cannot be made: {error.strerror or error}",
+            why="packs would be written there", hint=f"ls -ld {folder.parent}",
+        ) from None  # fmt: skip
+
+
+def _remove_empty(folder: Path) -> None:
+    """Removes a folder in which nothing but our own empty records is left."""
+    records = folder / RECORDS
+    (records / "lock").unlink(missing_ok=True)
+    below = [path for path in records.rglob("*") if path.is_dir()] if records.is_dir() else []
+    for path in (*sorted(below, reverse=True), records, folder):
+        with suppress(OSError):  # not empty, or not there
+            path.rmdir()

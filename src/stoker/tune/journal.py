@@ -11,6 +11,8 @@ import fcntl
 import json
 import math
 import os
+import socket
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -20,9 +22,12 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from stoker.core.console import say
 from stoker.core.errors import UserError
 from stoker.core.files import open_to_append, write_text
 from stoker.core.redact import redact
+from stoker.core.units import count
+from stoker.profile.host import Machine
 from stoker.run.json_lines import Record, read_records
 from stoker.run.lease import is_locked
 from stoker.tune.records import Key, Measured, Outcome, Settings, Step, key_of
@@ -38,7 +43,6 @@ _ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (M
 
 
 def as_record(value: Measured | Step | Outcome) -> Record:
-    """The same as plain data."""
     record: Record = _ADAPTERS[type(value)].dump_python(value, mode="json")
     return record
 
@@ -110,7 +114,6 @@ class Journal:
             self._write({"kind": "step", **as_record(without_details(step))})
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Writes any other line."""
         self._write({"kind": kind, **facts})
 
     def noted(self, kind: str) -> Record | None:
@@ -118,8 +121,7 @@ class Journal:
         return self._noted.get(kind)
 
     def end(self, outcome: Outcome) -> None:
-        short = replace(outcome, steps=(), other_training=tuple(map(without_details, outcome.other_training)))
-        self._write({"kind": "end", **as_record(short)})
+        self._write({"kind": "end", **outcome_record(replace(outcome, steps=()))})
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -154,6 +156,27 @@ class Journal:
             os.write(self._descriptor, _line(record).encode())
 
 
+def open_journal(path: Path, facts: dict[str, Any], same: dict[str, Any], machine: Machine, *, fresh: bool) -> Journal:
+    """The journal, resumed or new, and prints which; trials count again if `same` and this machine are unchanged."""
+    journal = Journal(path)
+    same = {**same, "host": [socket.gethostname(), machine.cpus, machine.accelerators]}
+    facts = {"time": time.time(), **facts, "same": same}
+    try:
+        why_anew = journal.begin(facts, fresh=fresh)
+    except OSError as error:
+        raise UserError(
+            "journal-not-writable",
+            f"{path} cannot be written: {error.strerror or error}",
+            why="it records every trial, so that an interrupted search can resume",
+            hint="run it in a folder of yours, or for a config: --write ~/tuned.yaml",
+        ) from None
+    if why_anew is not None:
+        say(f"note: {journal.path} is replaced: {why_anew}")
+    if journal.resumed:
+        say(f"resuming: {count(journal.resumed, 'trial')} of {journal.path} will not be run again")
+    return journal
+
+
 def without_details(step: Step) -> Step:
     """The step without what the clock observed, which the lines of its trials have."""
 
@@ -161,6 +184,12 @@ def without_details(step: Step) -> Step:
         return tuple(replace(run, observed=None) for run in runs)
 
     return replace(step, measured=short(step.measured), against=short(step.against))
+
+
+def outcome_record(outcome: Outcome) -> Record:
+    """An outcome as plain data, without details."""
+    steps, others = (tuple(map(without_details, some)) for some in (outcome.steps, outcome.other_training))
+    return as_record(replace(outcome, steps=steps, other_training=others))
 
 
 def read_journal(path: Path) -> Iterator[Record]:

@@ -164,15 +164,23 @@ def lr_text(found: LrFound) -> str:
         return "\n".join([f"no suggestion: {reading.reason}", *_without_suggestion(found), *tail])
     steepest, second = found.as_key(best.steepest), found.as_key(best.tenth_of_lowest)
     sweeps = f"{len(curve.sweeps)} sweeps" if len(curve.sweeps) > 1 else "the sweep"
+    notes = []
+    if found.reference_batch is not None:
+        scaling = f";\n  lr is for {found.reference_batch} samples, the test used {found.total_batch} (scale_lr)"
+    else:
+        scaling = f" (total batch {found.total_batch}; scale_lr is off)"
+        if found.ranks > 1:
+            times = f"may be {found.ranks} times larger"
+            notes = [f"  measured on one device; on {found.ranks}, the total batch and therefore the rate {times}"]
     return "\n".join(
         [
             f"lr={steepest:.2g}",
             f"  with the noise of {sweeps}: lr={found.as_key(best.low):.2g} to {found.as_key(best.high):.2g} "
             f"({INTERVAL[1] - INTERVAL[0]} % interval)",
-            f"  the loss falls fastest where the optimizer uses {best.steepest:.2g}{_scaling(found)}",
+            f"  the loss falls fastest where the optimizer uses {best.steepest:.2g}{scaling}",
             f"  second opinion: lr={second:.2g}, a tenth of where the loss was lowest ({best.lowest:.2g})",
             f"  the config has lr={found.config_lr:g}, {found.config_lr / steepest:.2g} times the suggestion",
-            *_note(found),
+            *notes,
             *tail,
         ]
     )
@@ -229,19 +237,6 @@ def _without_suggestion(found: LrFound) -> list[str]:
         # Trained weights are near a minimum: a short sweep that does not fall is to be expected.
         return [*lines, "  with trained weights that is normal; more to average: --sweeps 5, --steps 300"]
     return [*lines, "  check the data and the labels, or give it more: --sweeps 5, --steps 300, a larger batch_size"]
-
-
-def _scaling(found: LrFound) -> str:
-    if found.reference_batch is None:
-        return f" (total batch {found.total_batch}; scale_lr is off)"
-    return f";\n  lr is for {found.reference_batch} samples, the test used {found.total_batch} (scale_lr)"
-
-
-def _note(found: LrFound) -> list[str]:
-    if found.reference_batch is not None or found.ranks == 1:
-        return []
-    times = f"may be {found.ranks} times larger"
-    return [f"  measured on one device; on {found.ranks}, the total batch and therefore the rate {times}"]
 
 
 def _sparkline(smoothed: list[float]) -> str:

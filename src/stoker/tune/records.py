@@ -15,6 +15,11 @@ AT_CEILING = 0.95
 EXPECTED = 1.01
 """A predicted speed-up above which a gain is expected."""
 
+Goal = Literal["throughput", "epoch-time", "cost"]
+GOALS: tuple[Goal, ...] = ("throughput", "epoch-time", "cost")
+ALSO = ("precision", "img_size", "batch_size", "mixing")
+"""Changes that would alter the training: measured only on request."""
+
 Value = bool | int | float | str | None
 Settings = dict[str, Value]
 """The keys that are tuned, with their values: always all of them, so that any line of the journal can be tried
@@ -59,7 +64,6 @@ class Measured:
 
     @property
     def failure(self) -> str:
-        """How it failed, in words."""
         return FAILURES[self.result] + (f": {self.detail}" if self.detail else "")
 
 
@@ -83,8 +87,6 @@ class Trier(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change worth a trial."""
-
     change: Settings
     """Only what differs from the best so far."""
     why: str
@@ -147,7 +149,6 @@ class State:
     """Time left to spend."""
 
     def is_done(self, settings: Settings) -> bool:
-        """Whether these settings were run or skipped."""
         key = key_of(settings)
         return key in self.runs or any(key_of(step.settings) == key for step in self.steps)
 
@@ -156,6 +157,10 @@ class State:
         """The newest good run of the best settings."""
         good = [run for run in self.runs.get(key_of(self.best), ()) if run.result == "measured"]
         return good[-1] if good else None
+
+    @property
+    def observed(self) -> Observed | None:
+        return None if self.measured is None else self.measured.observed
 
     @property
     def share_of_ceiling(self) -> float | None:
@@ -176,8 +181,8 @@ Ready = Callable[[Settings], str | None]
 towards the budget."""
 
 
-class Listener(Protocol):
-    """Notified of the search's progress; must not raise."""
+class Listener:
+    """Notified of a search's progress; this one ignores everything. Must not raise."""
 
     def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
         """A run begins; `role` is baseline, candidate, best, confirmation or whole."""
@@ -191,22 +196,8 @@ class Listener(Protocol):
         """A decision was taken."""
 
 
-class Nobody:
-    """A listener that ignores everything."""
-
-    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None: ...
-
-    def trial_ends(self, number: int, measured: Measured) -> None: ...
-
-    def lengthened(self, seconds: float, spread: float) -> None: ...
-
-    def step(self, step: Step) -> None: ...
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a search."""
-
     original: Settings
     best: Settings
     before: float | None

@@ -29,8 +29,6 @@ MARK = "# Written by `stoker tune` from "
 
 @dataclass(frozen=True)
 class KeptChange:
-    """A line of the file."""
-
     key: str
     value: Any
     comment: str

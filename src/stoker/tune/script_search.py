@@ -15,17 +15,16 @@ from stoker.core.console import say_notes
 from stoker.core.errors import UsageError
 from stoker.doctor.checks.facts import Facts
 from stoker.doctor.preparing import workers_that_fit
-from stoker.doctor.what_if import LoaderModel, model_of
+from stoker.doctor.what_if import LoaderModel
 from stoker.profile.host import read_machine
-from stoker.profile.observed import Observed
-from stoker.tune.comparing import Objective
-from stoker.tune.config_search import Live, TuneOptions, begin_journal
-from stoker.tune.loader_space import WAITS, prefetch_candidates, worker_candidates, worker_counts
-from stoker.tune.placeholders import CHANGES_TRAINING, Placeholder, Template, read_template
+from stoker.tune.config_search import TuneOptions
+from stoker.tune.journal import open_journal
 from stoker.tune.records import Candidate, Measured, Outcome, Propose, State, Value, key_of
-from stoker.tune.script import ScriptTrier, refuse_broken
-from stoker.tune.search import search
-from stoker.tune.text import outcome_text
+from stoker.tune.script import CHANGES_TRAINING, Placeholder, ScriptTrier, Template, read_template, refuse_broken
+from stoker.tune.search import Choices, search
+from stoker.tune.space import WAITS, loader_model, prefetch_candidates, worker_candidates, worker_counts
+from stoker.tune.text import Live, outcome_text
+from stoker.tune.trials import Objective, Trials
 
 MOST_DOUBLINGS = 6
 JOURNAL = Path("tune.jsonl")
@@ -63,14 +62,13 @@ def tune_script(words: Sequence[str], options: TuneOptions) -> TunedScript:
         "command": list(template.words), "folder": str(Path.cwd()), "script": _digest_of_files(template.words),
         "options": [options.goal, options.trial_s, options.ram_bytes],
     }  # fmt: skip
-    journal = begin_journal(JOURNAL, facts, same, machine, fresh=options.fresh)
+    journal = open_journal(JOURNAL, facts, same, machine, fresh=options.fresh)
     try:
-        outcome = search(
-            trier, template.start, proposals(template, machine.cpus), budget_s=options.budget_s,
-            trial_s=options.trial_s, journal=journal, tell=live, objective=Objective(options.goal),
-            # Nobody knows how long the whole run of a script takes.
-            facts={"unit": live.unit, "subject": "the script", "hours_before": None, "hours_after": None},
-        )  # fmt: skip
+        objective = Objective(options.goal)
+        trials = Trials(trier, objective.score, journal, live, budget_s=options.budget_s, trial_s=options.trial_s)
+        # Nobody knows how long the whole run of a script takes.
+        told = {"unit": live.unit, "subject": "the script", "hours_before": None, "hours_after": None}
+        outcome = search(trials, Choices(template.start, proposals(template, machine.cpus)), objective, told)
         notes = result_notes(outcome)
         journal.note("command", line=template.line(outcome.best), notes=notes)
     finally:
@@ -83,7 +81,6 @@ def tune_script(words: Sequence[str], options: TuneOptions) -> TunedScript:
 
 
 def script_text(tuned: TunedScript) -> str:
-    """The result for people, and the command to type."""
     notes = ["", *tuned.notes] if tuned.notes else []
     return "\n".join([outcome_text(tuned.outcome, None), *notes, "", shlex.join(tuned.command)])
 
@@ -125,14 +122,11 @@ def _candidates(template: Template, state: State, cpus: int) -> Iterator[Candida
     measured = state.measured
     if measured is None and all(run.result == "crashed" for run in state.runs.get(key_of(state.original), ())):
         return  # it does not run at all
-    observed = None if measured is None else measured.observed
-    model = None if observed is None else model_of(observed)
+    model = loader_model(state)
     share = None if measured is None else measured.wait_share
     waits = share is None or share >= WAITS
     if waits and "num_workers" in template:
-        free = "prefetch_factor" in template and template["prefetch_factor"].values is None
-        prefetch = state.best["prefetch_factor"] if free else None
-        yield from _workers(template["num_workers"], state, observed, model, cpus, prefetch)
+        yield from _workers(template, state, model, cpus)
     if waits and "prefetch_factor" in template:
         yield from _prefetch(template["prefetch_factor"], state, model)
     for place in template.places:
@@ -142,15 +136,8 @@ def _candidates(template: Template, state: State, cpus: int) -> Iterator[Candida
             yield from _given_values(place, state)
 
 
-def _workers(
-    place: Placeholder,
-    state: State,
-    observed: Observed | None,
-    model: LoaderModel | None,
-    cpus: int,
-    prefetch: Value,
-) -> Iterator[Candidate]:
-    now = state.best["num_workers"]
+def _workers(template: Template, state: State, model: LoaderModel | None, cpus: int) -> Iterator[Candidate]:
+    place, now, observed = template["num_workers"], state.best["num_workers"], state.observed
     assert isinstance(now, int)
     if observed is not None and Facts(observed).takes_turns and place.values is None:
         return  # the workers wait for one another: more of them do not help
@@ -161,10 +148,11 @@ def _workers(
     share = 0.0 if observed is None else observed.wait_share or 0.0
     waiting = f"{100 * share:.0f} % of a step is spent waiting for data" if observed is not None else "not measured yet"
     changed = any(count != state.original["num_workers"] for count in _values_seen("num_workers", state))
+    free = "prefetch_factor" in template and template["prefetch_factor"].values is None
+    prefetch = state.best["prefetch_factor"] if free else None
     yield from worker_candidates(
-        now, counts, cpus, model, waiting, changed=changed,
-        prefetch=prefetch if isinstance(prefetch, int) else None,
-    )  # fmt: skip
+        now, counts, cpus, model, waiting, changed=changed, prefetch=prefetch if isinstance(prefetch, int) else None
+    )
 
 
 def _prefetch(place: Placeholder, state: State, model: LoaderModel | None) -> Iterator[Candidate]:

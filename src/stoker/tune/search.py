@@ -2,8 +2,8 @@
 
     baseline -> propose -> ask the model and the plan -> run in turns with the best -> keep or drop -> confirm
 
-Knows nothing of configs or scripts: `trier` runs settings, `propose` says what is worth a run, `fits` what must not be
-run. Whatever a run ends with is a result. The same measurements lead to the same decisions, so a search that was killed
+Knows nothing of configs or scripts: `Trials` runs settings, `Choices` says what is worth a run and what not to run.
+Whatever a run ends with is a result. The same measurements lead to the same decisions, so a search that was killed
 resumes by taking its recorded runs instead of running them again (`Journal`).
 
 Where noise hides the answer, trials become longer rather than more, and open questions are asked again when nothing
@@ -20,26 +20,30 @@ from types import MappingProxyType
 from typing import Any
 
 from stoker.trial.ledger import STEP_KEYS
-from stoker.tune.comparing import FLOOR, SURE, Comparison, Objective, is_cheaper, mean_rate, run_facts
-from stoker.tune.journal import Journal
 from stoker.tune.records import (
     EXPECTED,
     Candidate,
     Decision,
     Fits,
-    Listener,
     Measured,
-    Nobody,
     Outcome,
     Propose,
     Ready,
     Settings,
     State,
     Step,
-    Trier,
     key_of,
 )
-from stoker.tune.trials import FOR_CONFIRMATION, MOST_TRIALS, Trials
+from stoker.tune.trials import (
+    FLOOR,
+    FOR_CONFIRMATION,
+    SURE,
+    Comparison,
+    Objective,
+    Trials,
+    is_cheaper,
+    mean_rate,
+)
 
 CLEAR = math.log(1.2)
 """A gain from which one run is enough, if it is also twice the noise: the confirmation at the end would reveal a
@@ -54,31 +58,36 @@ WORTH_ANOTHER_LOOK = 0.03
 +4 % where a run showed +6 % (results/tune, a few huge images)."""
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What a search starts from, and what it can choose from."""
+
+    start: Settings
+    propose: Propose
+    fits: Fits = lambda _settings: None
+    ready: Ready = lambda _settings: None
+    ceiling: float | None = None
+    """Samples per second with batches that are always ready, if known."""
+    other_training: Sequence[Candidate] = ()
+    """Measured at the end, and never part of the best."""
+
+
 def search(
-    trier: Trier, start: Settings, propose: Propose, *, budget_s: float, trial_s: float,
-    fits: Fits = lambda _settings: None, ready: Ready = lambda _settings: None, journal: Journal | None = None,
-    tell: Listener | None = None, objective: Objective | None = None, ceiling: float | None = None,
-    most_trials: int = MOST_TRIALS, other_training: Sequence[Candidate] = (), price_per_hour: float | None = None,
-    facts: Mapping[str, Any] = MappingProxyType({}),
-) -> Outcome:  # fmt: skip
+    trials: Trials, choices: Choices, objective: Objective, facts: Mapping[str, Any] = MappingProxyType({})
+) -> Outcome:
     """The best settings that were run, confirmed against the original from fresh starts; or the original itself.
 
-    `ceiling` is samples per second with batches that are always ready, if known. `other_training` is measured at the
-    end, and never part of the best. `facts` become part of the outcome's. Ctrl-C ends the search with the best so far.
+    `trials` score by the objective. `facts` become part of the outcome's. Ctrl-C ends the search with the best so far.
     """
-    journal, objective = journal or Journal(), objective or Objective()
-    trials = Trials(
-        trier, journal, tell or Nobody(), objective.score, budget_s=budget_s, trial_s=trial_s, most=most_trials
-    )
-    found = _Search(trials, dict(start), propose, fits, ready, ceiling)
+    found = _Search(trials, choices)
     try:
         stopped = found.improve() if found.begin() else "the original is refused"
         found.confirm()
-        found.measure_others(other_training)
+        found.measure_others()
     except KeyboardInterrupt:
-        return _outcome(found, "interrupted", objective, price_per_hour, facts)
-    outcome = _outcome(found, stopped, objective, price_per_hour, facts)
-    journal.end(outcome)
+        return found.outcome("interrupted", objective, facts)
+    outcome = found.outcome(stopped, objective, facts)
+    trials.journal.end(outcome)
     return outcome
 
 
@@ -98,15 +107,13 @@ class _Duel:
 class _Search:
     """How far a search has come."""
 
-    def __init__(
-        self, trials: Trials, original: Settings, propose: Propose, fits: Fits, ready: Ready, ceiling: float | None
-    ) -> None:
-        self.trials, self.original, self.ceiling = trials, original, ceiling
-        self.best = dict(original)
+    def __init__(self, trials: Trials, choices: Choices) -> None:
+        self.trials, self.choices = trials, choices
+        self.original = dict(choices.start)
+        self.best = dict(choices.start)
         self.steps: list[Step] = []
         self.others: list[Step] = []
         self.confirmed: _Duel | None = None
-        self._propose, self._fits, self._ready = propose, fits, ready
         self._open: list[tuple[bool, float, Candidate, _Duel]] = []
         """Candidates that may hide a gain over the best so far: whether each was run, the gain, and its settings."""
         self._earlier: list[Settings] = []
@@ -114,7 +121,7 @@ class _Search:
 
     def begin(self) -> bool:
         """Runs the original twice: how fast it is, and how much two runs differ. False if it is refused."""
-        refused, reason = self._fits(self.original), "the original"
+        refused, reason = self.choices.fits(self.original), "the original"
         runs: list[Measured] = []
         if refused is None:
             runs.append(self.trials.run(self.original, {}, "baseline"))
@@ -134,7 +141,7 @@ class _Search:
         """Tries candidates until there is nothing left, no time, or nothing to gain; returns which."""
         while self.trials.may_run(1):
             state = self._state()
-            candidate = self._propose(state)
+            candidate = self.choices.propose(state)
             if candidate is None or state.is_done(self.best | candidate.change):
                 if self._look_again():
                     continue
@@ -256,11 +263,11 @@ class _Search:
             return False
         return rounds < 2 or (seen is not None and seen.may_be_gain and self.trials.has_time(2))
 
-    def measure_others(self, candidates: Sequence[Candidate]) -> None:
+    def measure_others(self) -> None:
         """Measures settings that would be faster, but are a different training."""
-        for candidate in candidates:
+        for candidate in self.choices.other_training:
             settings = self.best | candidate.change
-            refused = self._fits(settings)
+            refused = self.choices.fits(settings)
             if refused is not None:
                 self._record(candidate, settings, "skipped", refused, steps=self.others)
                 continue
@@ -287,18 +294,41 @@ class _Search:
         same_step = all(self.best.get(key) == self.original.get(key) for key in STEP_KEYS)
         left_s = self.trials.budget_s - self.trials.spent_s
         return State(
-            self.original, self.best, self.trials.runs, tuple(self.steps), self.ceiling if same_step else None, left_s
+            self.original,
+            self.best,
+            self.trials.runs,
+            tuple(self.steps),
+            self.choices.ceiling if same_step else None,
+            left_s,
         )
 
     def _why_not(self, settings: Settings) -> str | None:
-        """Why these settings cannot be run."""
         began_s = time.monotonic()
-        unready = self._ready(settings)
+        unready = self.choices.ready(settings)
         self.trials.off_budget_s += time.monotonic() - began_s
         if unready is not None:
             return unready
-        refused = self._fits(settings)
+        refused = self.choices.fits(settings)
         return None if refused is None else f"the plan says it would not fit: {refused}"
+
+    def outcome(self, stopped: str, objective: Objective, facts: Mapping[str, Any]) -> Outcome:
+        trials = self.trials
+        duel = self.confirmed or _Duel(self.best, {}, None, trials.good(self.best), trials.good(self.original))
+        runs = (duel.against, duel.mine)
+        before, after = (next((run for run in reversed(some) if run.result == "measured"), None) for some in runs)
+        return Outcome(
+            original=self.original, best=self.best, before=mean_rate(duel.against), after=mean_rate(duel.mine),
+            stopped=stopped, ceiling=self.choices.ceiling, trials=trials.count, took_s=trials.spent_s,
+            steps=tuple(self.steps), other_training=tuple(self.others),
+            facts={
+                "objective": objective.goal, "confirmed": self.confirmed is not None,
+                # The gain that two runs against two others would show.
+                "smallest_gain": max(FLOOR, math.expm1(SURE * trials.spread())), "trial_s": trials.trial_s,
+                "could_be_longer": trials.could_be_longer,
+                "budget_used": trials.spent_s / trials.budget_s if trials.budget_s > 0 else 1.0,
+                **objective.run_facts(before, after), **facts,
+            },
+        )  # fmt: skip
 
 
 def _why_hopeless(candidate: Candidate) -> str | None:
@@ -315,25 +345,3 @@ def _failure_of(runs: Sequence[Measured]) -> str | None:
 
 def _percent(ratio: float) -> str:
     return f"{ratio - 1:+.0%}".replace("%", " %")
-
-
-def _outcome(
-    found: _Search, stopped: str, objective: Objective, price_per_hour: float | None, facts: Mapping[str, Any]
-) -> Outcome:
-    trials = found.trials
-    duel = found.confirmed or _Duel(found.best, {}, None, trials.good(found.best), trials.good(found.original))
-    runs = (duel.against, duel.mine)
-    before, after = (next((run for run in reversed(some) if run.result == "measured"), None) for some in runs)
-    return Outcome(
-        original=found.original, best=found.best, before=mean_rate(duel.against),
-        after=mean_rate(duel.mine), stopped=stopped, ceiling=found.ceiling, trials=trials.count,
-        took_s=trials.spent_s, steps=tuple(found.steps), other_training=tuple(found.others),
-        facts={
-            "objective": objective.goal, "confirmed": found.confirmed is not None,
-            # The gain that two runs against two others would show.
-            "smallest_gain": max(FLOOR, math.expm1(SURE * trials.spread())), "trial_s": trials.trial_s,
-            "could_be_longer": trials.could_be_longer,
-            "budget_used": trials.spent_s / trials.budget_s if trials.budget_s > 0 else 1.0,
-            **run_facts(objective, before, after, price_per_hour), **facts,
-        },
-    )  # fmt: skip

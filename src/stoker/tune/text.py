@@ -1,15 +1,17 @@
-"""Words for what a search does and found. Returns text, decides nothing."""
+"""Words for what a search does and found, and the lines that are printed while it is under way. Decides nothing."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from stoker.config.reference import write_scalar
-from stoker.core.console import format_table
+from stoker.core.console import Advance, format_table, progress_bar, say
 from stoker.core.units import clock, count, size_text
-from stoker.tune.records import Measured, Outcome, Settings, Step
+from stoker.tune.records import Listener, Measured, Outcome, Settings, Step
 
 SIZES = ("lookahead", "volume_cache")
 WORTH_SAYING = 0.05
@@ -35,14 +37,12 @@ def settings_text(change: Settings, before: Settings | None = None) -> str:
 
 
 def running_text(number: int, change: Settings, role: str) -> str:
-    """What is running now."""
     names = {"baseline": "the original", "best": "the best so far again", "whole": "the config as given"}
     confirming = "confirming " if role == "confirmation" else ""
     return f"trial {number}: {confirming}{names.get(role) or settings_text(change)}"
 
 
 def step_text(step: Step, unit: str) -> str:
-    """One line for a decision."""
     rate = _rate(step.measured)
     speed = "" if rate is None else f"{rate_text(rate, unit)}, "
     what = "the original" if step.decision == "baseline" else settings_text(step.change)
@@ -56,7 +56,6 @@ def step_text(step: Step, unit: str) -> str:
 
 
 def outcome_text(outcome: Outcome, target: Path | None) -> str:
-    """The result for people."""
     unit, facts = str(outcome.facts.get("unit", "samples")), outcome.facts
     lines = [_headline(outcome, unit)]
     changed = []
@@ -150,3 +149,40 @@ def _value(name: str, value: Any) -> str:
 def _rate(runs: Sequence[Measured]) -> float | None:
     rates = [rate for run in runs if (rate := run.raw_samples_per_second) is not None]
     return sum(rates) / len(rates) if rates else None
+
+
+class Live(Listener):
+    """Shows each trial on stderr while it runs, and a line for each decision."""
+
+    def __init__(self, unit: str, trial_s: float) -> None:
+        self.unit, self.trial_s = unit, trial_s
+        self._stack = ExitStack()
+        self._advance: Advance | None = None
+
+    def report(self, seconds: float) -> None:
+        if self._advance is not None:
+            self._advance(min(round(seconds), round(self.trial_s)), round(self.trial_s))
+
+    def begin(self, what: str) -> None:
+        """A bar on a terminal; elsewhere the line of the decision is enough."""
+        self.close()
+        if sys.stderr.isatty():
+            self._advance = self._stack.enter_context(progress_bar(what, max(1, round(self.trial_s)), unit=""))
+
+    def close(self) -> None:
+        self._advance = None
+        self._stack.close()
+
+    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:  # noqa: ARG002
+        self.begin(running_text(number, change, role))
+
+    def trial_ends(self, number: int, measured: Measured) -> None:  # noqa: ARG002
+        self.close()
+
+    def lengthened(self, seconds: float, spread: float) -> None:
+        self.trial_s = seconds
+        say(f"note: repeated runs differ by {100 * spread:.0f} %, so trials take {seconds:.0f} s from now on")
+
+    def step(self, step: Step) -> None:
+        self.close()
+        say(step_text(step, self.unit))

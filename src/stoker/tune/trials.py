@@ -1,15 +1,16 @@
-"""The trials of one search or ablation: run or taken from the journal, how much repeated ones differ, the time left."""
+"""The trials of one search or ablation, run or taken from the journal; what a search maximises; and whether settings
+are faster than others, given how much repeated runs differ."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from stoker.tune.comparing import Comparison, Score, compare, compare_turns, log_ratios, spread_of, turn_spread
 from stoker.tune.journal import Journal
-from stoker.tune.records import Key, Listener, Measured, Settings, Trier, key_of
+from stoker.tune.records import Goal, Key, Listener, Measured, Settings, Trier, key_of
 
 MOST_TRIALS = 25
 """Runs of a process, including those of the original and of the confirmation."""
@@ -22,14 +23,12 @@ MOST_LONGER, WORTH_LONGER = 6.0, 1.5
 
 
 class Trials:
-    """Runs settings, and remembers every run."""
-
     def __init__(
-        self, trier: Trier, journal: Journal, tell: Listener, score: Score, *, budget_s: float, trial_s: float,
-        most: int = MOST_TRIALS, same_training: bool = True,
+        self, trier: Trier, score: Score, journal: Journal | None = None, tell: Listener | None = None, *,
+        budget_s: float, trial_s: float, most: int = MOST_TRIALS, same_training: bool = True,
     ) -> None:  # fmt: skip
         """`same_training`: a run with other samples than the first does not count."""
-        self.journal, self.tell = journal, tell
+        self.journal, self.tell = journal or Journal(), tell or Listener()
         self.trial_s, self.budget_s = trial_s, budget_s
         self.runs: dict[Key, list[Measured]] = {}
         self.count = 0
@@ -73,7 +72,6 @@ class Trials:
         return measured
 
     def good(self, settings: Settings) -> list[Measured]:
-        """The runs of these settings that were measured."""
         return [run for run in self.runs.get(key_of(settings), []) if run.result == "measured"]
 
     def scores(self, runs: Sequence[Measured]) -> list[float]:
@@ -135,3 +133,187 @@ class Trials:
         self._turns.clear()
         self.tell.lengthened(longer_s, spread)
         return True
+
+
+# Comparing.
+
+
+HOUR_S = 3600.0
+
+Score = Callable[[Measured], float | None]
+"""The value that is maximised; None if the run does not have it."""
+
+FLOOR = 0.02
+"""A gain below this does not count, however quiet the machine: nobody would notice it."""
+LEAST_SPREAD = 0.005
+"""Smallest spread assumed for repeated runs: two that happen to agree do not prove that there is no noise."""
+NORMAL_MEDIAN = 1.4826
+"""Standard deviations in a median absolute deviation of a normal distribution."""
+SURE = 2.0
+"""Standard errors that a gain has to exceed: 95 % of a normal distribution are within two."""
+STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, SURE)
+"""The same where the standard error is itself an estimate from few turns: Student's t for 95 % on one side, by degrees
+of freedom."""
+TAKES_MEMORY = ("num_workers", "prefetch_factor", "lookahead")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A goal, with what is needed to compute it from a trial."""
+
+    goal: Goal = "throughput"
+    epochs: int = 1
+    validates: bool = False
+    """Whether each epoch ends with a validation, whose loader has to start as well."""
+    price_per_hour: float | None = None
+
+    def score(self, measured: Measured) -> float | None:
+        """Larger is better; None if the trial failed."""
+        if self.goal == "throughput":
+            return measured.samples_per_second
+        seconds = self.epoch_s(measured) if self.goal == "epoch-time" else self.run_s(measured)
+        return 1 / seconds if seconds else None
+
+    def epoch_s(self, measured: Measured) -> float | None:
+        """One epoch with its first batch, and the start of validation; None if unknown."""
+        rate, samples = steady_rate(measured), measured.epoch_samples
+        if not rate or not samples:
+            return None
+        starts = 2 if self.validates else 1
+        return samples / rate + starts * (measured.first_batch_s or 0.0)
+
+    def run_s(self, measured: Measured) -> float | None:
+        epoch_s = self.epoch_s(measured)
+        return None if epoch_s is None else (measured.start_s or 0.0) + self.epochs * epoch_s
+
+    def run_facts(self, before: Measured | None, after: Measured | None) -> dict[str, float | None]:
+        """Hours and money of the whole run, before and after."""
+        found: dict[str, float | None] = {}
+        for name, measured in (("before", before), ("after", after)):
+            seconds = None if measured is None else self.run_s(measured)
+            hours, price = None if seconds is None else seconds / HOUR_S, self.price_per_hour
+            found[f"hours_{name}"] = hours
+            found[f"cost_{name}"] = None if hours is None or price is None else hours * price
+        return found
+
+
+def steady_rate(measured: Measured) -> float | None:
+    """Samples per second within an epoch, without the wait for its first batch."""
+    if measured.result != "measured":
+        return None
+    if measured.observed is not None and measured.observed.images_per_second:
+        return measured.observed.images_per_second
+    return measured.samples_per_second
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Settings against others, both as logarithms of a ratio."""
+
+    gain: float
+    noise: float
+    """Two standard errors."""
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.gain)
+
+    @property
+    def is_gain(self) -> bool:
+        return self.gain > max(math.log1p(FLOOR), self.noise)
+
+    @property
+    def may_be_gain(self) -> bool:
+        """Whether more runs could still show a gain."""
+        return self.gain + self.noise > math.log1p(FLOOR)
+
+    def words(self) -> str:
+        """+38 % ± 4 %"""
+        return f"{math.expm1(self.gain):+.0%} ± {math.expm1(self.noise):.0%}".replace("%", " %")
+
+
+def compare(mine: Sequence[Measured], against: Sequence[Measured], score: Score, spread: float) -> Comparison | None:
+    """None if one of them has no good run."""
+    ours, theirs = _logs(mine, score), _logs(against, score)
+    if not ours or not theirs:
+        return None
+    error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
+    return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
+
+
+def compare_turns(seen: Comparison, ratios: Sequence[float], turns: Iterable[Sequence[float]]) -> Comparison:
+    """The result of `compare`, more exact if both were run in turns: a machine that gets slower and faster does so for
+    both runs of a turn, so their ratio varies less than their rates.
+
+    `ratios` are the log-ratios of these turns, `turns` those of all candidates, which say how much turns differ.
+    """
+    apart = turn_spread(turns)
+    if len(ratios) < 2 or apart is None:
+        return seen
+    error = max(apart[0], _deviation(ratios), LEAST_SPREAD) / math.sqrt(len(ratios))
+    sure = STUDENT[min(apart[1], len(STUDENT)) - 1]
+    return Comparison(statistics.fmean(ratios), min(seen.noise, sure * error))
+
+
+def log_ratios(mine: Sequence[Measured], against: Sequence[Measured], score: Score) -> list[float]:
+    """The ratio of each turn; empty unless all of them are good."""
+    ours, theirs = _logs(mine, score), _logs(against, score)
+    if len({len(ours), len(theirs), len(mine), len(against)}) != 1:
+        return []
+    return [one - other for one, other in zip(ours, theirs, strict=True)]
+
+
+def spread_of(groups: Iterable[Sequence[Measured]], score: Score) -> float:
+    """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
+    single runs, whichever is larger. Medians, so that one collapse of some settings does not hide all other gains."""
+    apart: list[float] = []
+    within: list[float] = []
+    for runs in groups:
+        logs = _logs(runs, score)
+        if len(logs) > 1:
+            middle, free = statistics.fmean(logs), len(logs) / (len(logs) - 1)
+            apart += [math.sqrt(free) * abs(value - middle) for value in logs]
+        for windows in (run.windows for run in runs if run.result == "measured" and len(run.windows) > 1):
+            mean = statistics.fmean(windows)
+            within += [_deviation(windows) / mean / math.sqrt(len(windows))] if mean > 0 else []
+    between = NORMAL_MEDIAN * statistics.median(apart) if apart else 0.0
+    return max(LEAST_SPREAD, between, statistics.median(within) if within else 0.0)
+
+
+def turn_spread(turns: Iterable[Sequence[float]]) -> tuple[float, int] | None:
+    """Standard deviation of the ratios of turns with the same settings, and the degrees of freedom that it comes from;
+    None if there are too few."""
+    groups = [group for group in turns if len(group) > 1]
+    free = sum(len(group) - 1 for group in groups)
+    if free < 2:
+        return None
+    squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
+    return math.sqrt(squares / free), free
+
+
+def is_cheaper(settings: Settings, than: Settings) -> bool:
+    """Whether settings take less memory than others, no more of any resource, and are otherwise the same."""
+    ours, theirs = _taken(settings), _taken(than)
+    same = all(value == than.get(name) for name, value in settings.items() if name not in TAKES_MEMORY)
+    return same and ours != theirs and all(one <= other for one, other in zip(ours, theirs, strict=True))
+
+
+def _taken(settings: Settings) -> tuple[float, float, float]:
+    """Workers, batches in flight, look-ahead."""
+    values = (settings.get(name) for name in TAKES_MEMORY)
+    workers, each, ahead = (float(value) if isinstance(value, (int, float)) else 0.0 for value in values)
+    # A script may have a fixed number of workers.
+    return workers, (workers if "num_workers" in settings else 1.0) * each, ahead
+
+
+def mean_rate(runs: Sequence[Measured]) -> float | None:
+    rates = [rate for run in runs if (rate := run.samples_per_second) is not None]
+    return statistics.fmean(rates) if rates else None
+
+
+def _deviation(logs: Sequence[float]) -> float:
+    return statistics.stdev(logs) if len(logs) > 1 else 0.0
+
+
+def _logs(runs: Sequence[Measured], score: Score) -> list[float]:
+    return [math.log(value) for run in runs if (value := score(run))]

@@ -54,12 +54,12 @@ def check_first_loss(subject: Subject) -> Finding | None:
     among = 2 if config.loss == "bce" else trial.outputs
     loss, guess = trial.first_loss, math.log(among)
     facts = {"loss": loss, "guess": guess, "samples": trial.samples, "random_images": trial.random_because is not None}
-    seen = f"{loss:.3f} for {_samples(trial)}; a guess has ln {among} = {guess:.3f}"
+    seen = f"{loss:.3f} for {_samples(subject, trial)}; a guess has ln {among} = {guess:.3f}"
     if not math.isfinite(loss):
         fix = (
             "precision=bf16-mixed or precision=32" if config.precision == "16-mixed" else "check weights= and the data"
         )
-        return failed(f"the loss of the first step is {loss} for {_samples(trial)}", fix, **facts)
+        return failed(f"the loss of the first step is {loss} for {_samples(subject, trial)}", fix, **facts)
     if loss > HIGHEST_START * guess + SCATTER:
         fix = "other weights=, or none" if config.weights else "another model=: its initial weights are far too large"
         return failed(f"{seen}: the network is more certain of wrong classes than a guess", fix, **facts)
@@ -94,7 +94,7 @@ def check_update(subject: Subject) -> Finding:
             "a higher lr=, or precision=32: the change is lost in rounding",
             **facts,
         )
-    return passed(f"forward, backward and update of {_samples(trial)}: every parameter changed", **facts)
+    return passed(f"forward, backward and update of {_samples(subject, trial)}: every parameter changed", **facts)
 
 
 def check_optimizer_groups(subject: Subject) -> Finding:
@@ -141,22 +141,20 @@ def check_whole_batch(subject: Subject) -> Finding:
     """The config's own batch fits into the device's memory in one piece."""
     from stoker.verify.trial import try_whole_batch
 
-    config = subject.config
+    config, unit = subject.config, task_for(subject.config).unit
     step = try_whole_batch(subject)
     facts = {"micro_batch": step.micro_batch, "step_s": step.step_s, "loss": step.loss}
     if not math.isfinite(step.loss):
         return failed(f"the loss of the second step is {step.loss}", "a lower lr=, or precision=bf16-mixed", **facts)
     if step.micro_batch < config.batch_size:
         return failed(
-            f"{config.batch_size} {step.unit} do not fit into the device's memory; {step.micro_batch} do",
+            f"{config.batch_size} {unit} do not fit into the device's memory; {step.micro_batch} do",
             f"batch_size={step.micro_batch} gradient_accumulation="
             f"{-(-config.batch_size // step.micro_batch) * config.gradient_accumulation}",
             **facts,
         )
     rate = config.batch_size / step.step_s
-    return passed(
-        f"{config.batch_size} {step.unit} in {step.step_s:.2f} s on one device: {rate:,.3g} {step.unit}/s", **facts
-    )
+    return passed(f"{config.batch_size} {unit} in {step.step_s:.2f} s on one device: {rate:,.3g} {unit}/s", **facts)
 
 
 def _wrong_decay(groups: tuple[GroupFacts, ...], weight_decay: float, everywhere: bool) -> str | None:
@@ -175,10 +173,11 @@ def _counted(groups: list[GroupFacts]) -> str:
     return f"{parameters:,} parameters in {sum(group.tensors for group in groups)} tensors" if groups else "none"
 
 
-def _samples(trial: Trial) -> str:
+def _samples(subject: Subject, trial: Trial) -> str:
+    unit = task_for(subject.config).unit
     if trial.random_because is None:
-        return f"{trial.samples} training {trial.unit}"
-    return f"{trial.samples} random {trial.unit} ({trial.random_because})"
+        return f"{trial.samples} training {unit}"
+    return f"{trial.samples} random {unit} ({trial.random_because})"
 
 
 def _named(names: tuple[str, ...]) -> str:

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.config.task_names import task_names
+from stoker.config.keys import task_names
 from stoker.core.console import finding_lines, format_table
 from stoker.core.errors import Interrupted, Preempted, StokerError, UsageError, did_you_mean
 from stoker.core.finding import Finding, Status, as_json
@@ -25,7 +25,6 @@ MODULES = (
     "stoker.verify.schedule_checks",
     "stoker.verify.model",
     "stoker.verify.machine",
-    "stoker.verify.gpus",
     "stoker.verify.nodes",
 )
 """The checks for all tasks: each module has its own in `CHECKS`, and is imported when checks are run."""
@@ -41,8 +40,6 @@ OnStart = Callable[[Check, int, int], None]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found, and how long it took."""
-
     check: Check
     finding: Finding
     seconds: float
@@ -59,8 +56,6 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was found."""
-
     results: tuple[CheckResult, ...]
     not_applicable: tuple[str, ...]
     """Names of checks that do not apply here, such as those of a GPU on a host without one."""
@@ -175,13 +170,11 @@ def verify_text(report: Report, expected: Forecast | None, name: str) -> str:
 
 
 def list_json(checks: Sequence[Check]) -> dict[str, Any]:
-    """The same for programs."""
     keys = ("name", "topic", "title", "task", "deep", "cheap")
     return {"checks": [{key: getattr(check, key) for key in keys} for check in checks]}
 
 
 def list_text(checks: Sequence[Check]) -> str:
-    """Every check with its topic and what it checks."""
     rows = [
         [check.name, check.topic, check.title, "--deep" if check.deep else "train too" if check.cheap else ""]
         for check in checks

@@ -166,7 +166,6 @@ def _table(config: HostConfig, horizon: Horizon, peak: float) -> list[str]:
 
 
 def draw_schedule(epochs: Sequence[float], rates: Sequence[float], warmup_epochs: int, path: Path) -> None:
-    """Writes a picture of the learning rate by epoch."""
     import matplotlib
 
     matplotlib.use("Agg")

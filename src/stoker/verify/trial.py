@@ -44,8 +44,6 @@ PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One parameter group of the optimizer."""
-
     weight_decay: float
     tensors: int
     parameters: int
@@ -81,9 +79,6 @@ class Trial:
     """Tensors of the model that differ after that step."""
     checkpoint_bytes: int
     save_s: float
-    step_s: float
-    unit: str = "images"
-    """What the samples are."""
 
 
 def try_run(subject: Subject) -> Trial:
@@ -112,20 +107,17 @@ def try_run(subject: Subject) -> Trial:
         return Trial(
             parameters=parameters, outputs=outputs, device=device.type, samples=config.batch_size,
             random_because=random_because, resumed_loss=resumed_loss, differing_weights=differing,
-            checkpoint_bytes=checkpoints.last.stat().st_size, unit=task_for(config).unit, **facts,
+            checkpoint_bytes=checkpoints.last.stat().st_size, **facts,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A step with the config's own batch."""
-
     loss: float
     micro_batch: int
     """Samples that the device computed at a time."""
     step_s: float
     """Duration of the second step: the first one compiles and allocates."""
-    unit: str = "images"
 
 
 def try_whole_batch(subject: Subject) -> WholeStep:
@@ -141,7 +133,7 @@ def try_whole_batch(subject: Subject) -> WholeStep:
             _step(config, run, saver)
             began = time.perf_counter()
             loss = float(_step(config, run, saver).loss)  # waits for the device
-            return WholeStep(loss, run.step.micro_batch, time.perf_counter() - began, task_for(config).unit)
+            return WholeStep(loss, run.step.micro_batch, time.perf_counter() - began)
 
 
 def _small(subject: Subject) -> HostConfig:
@@ -210,22 +202,17 @@ def _running(config: HostConfig, data: Any, device: torch.device) -> Iterator[Ru
 
 
 def build_run(config: HostConfig, *arguments: Any) -> Run:
-    """The run as its task builds it."""
     return task_for(config).build_run(config, *arguments)
 
 
 def _first_step(config: HostConfig, run: Run, saver: Saver) -> dict[str, Any]:
     """The facts of a first step: its loss, and what it did to the parameters."""
     before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
-    began = time.perf_counter()
     result = _step(config, run, saver)
-    loss, skipped = float(result.loss), bool(result.skipped)  # waits for the device
-    step_s = time.perf_counter() - began
     named = _trained(run)
     return {
-        "first_loss": loss,
-        "skipped": skipped,
-        "step_s": step_s,
+        "first_loss": float(result.loss),
+        "skipped": bool(result.skipped),
         "without_gradient": tuple(name for name, value in named if value.grad is None),
         "unchanged": tuple(
             name

@@ -17,6 +17,8 @@ from stoker.config.importing.rules import (
     Theirs,
     absolute_lr,
     changed,
+    chosen,
+    if_read,
     lost,
     not_needed,
     number,
@@ -103,7 +105,6 @@ PRECISIONS = {
     "32": "32", "32-true": "32", "16": "16-mixed", "16-mixed": "16-mixed", "bf16": "bf16-mixed",
     "bf16-mixed": "bf16-mixed", "amp": "16-mixed",
 }  # fmt: skip
-OPTIMIZERS = ("sgd", "adamw", "lamb")
 SCHEDULERS = {
     "cosine": "cosine", "cosineannealinglr": "cosine", "step": "step", "steplr": "step", "constant": "constant",
     "none": "constant",
@@ -133,10 +134,8 @@ def strategy(value: Any, _theirs: Theirs) -> Became:
     return lost("stoker has single and ddp")
 
 
-def optimizer(value: Any, _theirs: Theirs) -> Became:
-    """By name or class, as in `torch.optim.SGD`."""
-    name = str(value).rpartition(".")[2].lower()
-    return same(optimizer=name) if name in OPTIMIZERS else lost("stoker has sgd, adamw and lamb")
+optimizer = chosen("optimizer", {name: name for name in ("sgd", "adamw", "lamb")}, "stoker has sgd, adamw and lamb")
+_named_scheduler = chosen("lr_scheduler", SCHEDULERS, "stoker has cosine, step and constant")
 
 
 _SCHEDULER_NAMES = ("lr_scheduler", "scheduler", "sched", "lr_scheduler.name", "scheduler.name", "scheduler.type")
@@ -153,8 +152,7 @@ def scheduler(value: Any, theirs: Theirs) -> Became:
         if epochs := number(theirs.get("epochs", "max_epochs")):
             settings["warmup_epochs"] = round((number(theirs.get("pct_start")) or 0.3) * epochs)
         return changed("one cycle: a rise (a cosine there, a line here) and a cosine to the end", **settings)
-    name = str(value).rpartition(".")[2].lower()
-    return same(lr_scheduler=SCHEDULERS[name]) if name in SCHEDULERS else lost("stoker has cosine, step and constant")
+    return _named_scheduler(value, theirs)
 
 
 def _lr(value: Any, theirs: Theirs) -> Became:
@@ -164,9 +162,7 @@ def _lr(value: Any, theirs: Theirs) -> Became:
 
 
 def _in_one_cycle(rule: Rule) -> Rule:
-    return lambda value, theirs: (
-        rule(value, theirs) if _one_cycle(theirs) else without_effect("only one cycle reads it")
-    )
+    return if_read(_one_cycle, "only one cycle reads it", rule)
 
 
 MODELS = {
@@ -186,10 +182,6 @@ def model(value: Any, _theirs: Theirs) -> Became:
             "nearest; its widths and depths are its own: stoker config keys model", model=VOLUME_MODELS[value]
         )
     return changed("timm's name for it", model=MODELS[value]) if value in MODELS else same(model=value)
-
-
-def _early_stopping(value: Any, _theirs: Theirs) -> Became:
-    return same("not set") if value is None else same(early_stopping=value)
 
 
 def _scheduler_value(value: Any, _theirs: Theirs) -> Became | None:
@@ -380,7 +372,7 @@ IMPORT_NAMES: Table = {
     "ema.enabled": _average,
     "t_max": _cosine_length,
     "val_interval": NAMES["check_val_every_n_epoch"],
-    "early_stopping_patience": _early_stopping,
+    "early_stopping_patience": renamed("early_stopping"),
     "fast_dev_run": renamed("fast_dev_run"),
     "limit_train_batches": renamed("limit_train_batches", off=(None, 1.0)),
     "limit_val_batches": renamed("limit_val_batches", off=(None, 1.0)),

@@ -35,8 +35,6 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Became:
-    """What one key became."""
-
     kind: Kind
     why: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -104,11 +102,23 @@ def only(*accepted: Any, because: str, otherwise: str) -> Rule:
     return rule
 
 
-def not_needed(why: str) -> Rule:
-    def rule(_value: Any, _theirs: Theirs) -> Became:
-        return Became(Kind.NOT_NEEDED, why)
+def if_read(is_read: Callable[[Theirs], Any], unread: str, rule: Rule) -> Rule:
+    """The rule of a key that their program reads only with some other setting."""
+    return lambda value, theirs: rule(value, theirs) if is_read(theirs) else without_effect(unread)
+
+
+def chosen(key: str, ours: Mapping[str, str], otherwise: str) -> Rule:
+    """Our name for a value, which they give as a name or class (`torch.optim.SGD`)."""
+
+    def rule(value: Any, _theirs: Theirs) -> Became:
+        name = ours.get(str(value).rpartition(".")[2].lower())
+        return lost(otherwise) if name is None else same(**{key: name})
 
     return rule
+
+
+def not_needed(why: str) -> Rule:
+    return lambda _value, _theirs: Became(Kind.NOT_NEEDED, why)
 
 
 def all_renamed(ours: Mapping[str, str]) -> dict[str, Rule]:

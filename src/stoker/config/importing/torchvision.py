@@ -13,7 +13,9 @@ from stoker.config.importing.rules import (
     absolute_lr,
     all_renamed,
     changed,
+    chosen,
     explained_by,
+    if_read,
     lost,
     not_needed,
     number,
@@ -21,7 +23,6 @@ from stoker.config.importing.rules import (
     renamed,
     same,
     torchvision_randaugment,
-    without_effect,
 )
 
 TORCHVISION_MARKS = frozenset({
@@ -41,24 +42,9 @@ def _optimizer(value: Any, _theirs: Theirs) -> Became:
     return same(optimizer="adamw") if name == "adamw" else lost("stoker has sgd, adamw and lamb")
 
 
-def _scheduler(value: Any, _theirs: Theirs) -> Became:
-    ours = {"steplr": "step", "cosineannealinglr": "cosine"}.get(str(value).lower())
-    return same(lr_scheduler=ours) if ours else lost("stoker has cosine, step and constant")
-
-
 def _if_step(key: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Became:
-        if str(theirs.get("lr_scheduler", default="steplr")).lower() != "steplr":
-            return without_effect("only its steplr reads it")
-        return same(**{key: value})
-
-    return rule
-
-
-def _warmup_start(value: Any, theirs: Theirs) -> Became:
-    if not theirs.get("lr_warmup_epochs"):
-        return without_effect("there is no warmup")
-    return same(warmup_start=value)
+    is_step = lambda theirs: str(theirs.get("lr_scheduler", default="steplr")).lower() == "steplr"  # noqa: E731
+    return if_read(is_step, "only its steplr reads it", renamed(key, off=()))
 
 
 def _norm_decay(value: Any, _theirs: Theirs) -> Became:
@@ -126,9 +112,13 @@ TORCHVISION: Table = {
     "device": not_needed("stoker uses the GPUs that it finds"),
     "lr": absolute_lr,
     "opt": _optimizer,
-    "lr_scheduler": _scheduler,
+    "lr_scheduler": chosen(
+        "lr_scheduler", {"steplr": "step", "cosineannealinglr": "cosine"}, "stoker has cosine, step and constant"
+    ),
     "lr_warmup_method": only(None, "linear", because="what stoker does", otherwise="the warmup is linear"),
-    "lr_warmup_decay": _warmup_start,
+    "lr_warmup_decay": if_read(
+        lambda theirs: theirs.get("lr_warmup_epochs"), "there is no warmup", renamed("warmup_start", off=())
+    ),
     "lr_step_size": _if_step("lr_step_epochs"),
     "lr_gamma": _if_step("lr_step_factor"),
     "norm_weight_decay": _norm_decay,

@@ -65,10 +65,7 @@ class SampleIndex:
 
     def location(self, index: int) -> Location:
         """Where a sample's bytes are."""
-        size = None if self.sizes is None else int(self.sizes[index])
-        if self.shard_of is None or self.offsets is None:
-            return Location(self.name(index), 0, size)
-        return Location(self.shards[int(self.shard_of[index])], int(self.offsets[index]), size)
+        return next(self.locations([index]))
 
     @property
     def are_files(self) -> bool:

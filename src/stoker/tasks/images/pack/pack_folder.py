@@ -108,14 +108,9 @@ def claim_packs(
             if fresh:
                 remove_pack(pack)
                 remove_source_index(destination)
-            check_pack(pack, options)
+            check_options(pack.folder, options_of(pack.about), options, (pack.shard(0).name, META), SHARDS)
         yield packs
         remove_source_index(destination)
-
-
-def check_pack(pack: PackFolder, options: dict[str, Any]) -> None:
-    """Refuses a folder with a pack made with other options, or with files that are not ours."""
-    check_options(pack.folder, options_of(pack.about), options, (pack.shard(0).name, META), SHARDS)
 
 
 def check_source(pack: PackFolder, options: dict[str, Any], fingerprint: str) -> None:

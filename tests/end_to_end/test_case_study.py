@@ -1,7 +1,7 @@
 """What cost a real ImageNet project its days, on small data: each is prevented, named, or one command away.
 
 The alarm for wrong labels while training is in test_permuted_labels.py, files that a file system has released in
-tests/tasks/images/verify/test_data_checks.py.
+tests/tasks/images/test_data_checks.py.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class RunData(Protocol):
 
 
 SUPPORT = (".csv", ".jsonl", ".json", ".txt", ".mat", ".npy", ".yaml", ".yml", ".md")
-"""Lists, labels and indexes, which are copied beside the images that they describe."""
+"""Lists, labels and indexes, which are copied with the images that they describe."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,11 @@ class Task(ABC):
         return {}
 
     def record_choice(self, config: HostConfig, data: Any, folder: RunFolder, say: Say) -> None:
-        """Says and records which part of the data a config has chosen."""
+        """Reports and records which part of the data a config selects."""
         return
 
     def as_it_began(self, found: FoundCheckpoint, config: HostConfig, data: Any, say: Say) -> Any:
-        """The data as a resumed run read it before."""
+        """The data as the run read it before it was resumed."""
         return data
 
     def open_staging(self, config: HostConfig, data: Any, ranks: Ranks, say: Say) -> Staging | None:
@@ -190,7 +190,7 @@ class Task(ABC):
         rank. `resume` moves it to where a checkpoint was saved."""
 
     def describe_run(self, config: Config, run: Run, data: Any) -> str:
-        """What is about to be trained, in a few lines that people check before they go home."""
+        """What is about to be trained, in a few lines that people check before they leave it running."""
         from stoker.tasks.building import describe_schedule
 
         lines = describe_schedule(config, run.ranks, run.device, run.schedule.horizon)
@@ -350,7 +350,7 @@ class Task(ABC):
         return None
 
     def milestones(self, config: HostConfig) -> tuple[tuple[tuple[int, float], ...], str | None]:
-        """Published results of this very config: (epoch, metric in percent), and who published them."""
+        """Published results of exactly this config: (epoch, metric in percent), and who published them."""
         return (), None
 
 
@@ -402,7 +402,7 @@ def built_in_tasks() -> list[Task]:
 
 
 def task_with(method: str) -> Task:
-    """The first task that has a method of its own by this name."""
+    """The first task that overrides this method."""
     return next(task for task in built_in_tasks() if getattr(type(task), method) is not getattr(Task, method))
 
 

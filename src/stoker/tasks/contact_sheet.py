@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stoker.tasks.base import Task
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+Box = tuple[int, int, int, int]
 COLUMNS = 6
 LARGEST_SIDE = 224
 """Six of these side by side, with the gaps between them, fit a screen of 1440 px."""
@@ -38,6 +39,10 @@ TITLE_SIZE, HEADING_SIZE, TEXT_SIZE, SMALL_SIZE = 19, 16, 12, 11
 LEADING = 1.34
 ELLIPSIS = "…"
 JPEG_QUALITIES = (88, 78, 65, 50, 35)
+# Of the preview that a run keeps.
+RUN_PATIENCE_S = 1.0
+RUN_LARGEST_SIDE = 160
+RUN_MOST_BYTES = 250_000
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Sheet:
 @dataclass(frozen=True)
 class Drawn:
     image: Image.Image
-    boxes: tuple[tuple[int, int, int, int], ...] = field(default=())
+    boxes: tuple[Box, ...] = field(default=())
     """Where each picture is: left, top, right, bottom, in the order of the sheet."""
 
     def as_png(self) -> bytes:
@@ -115,9 +120,9 @@ def draw_sheet(sheet: Sheet, largest: int = LARGEST_SIDE) -> Drawn:
     return Drawn(pen.image, tuple(boxes))
 
 
-def _place(pen: _Pen, sheet: Sheet, cell: int, largest: int) -> tuple[int, list[tuple[int, int, int, int]]]:
+def _place(pen: _Pen, sheet: Sheet, cell: int, largest: int) -> tuple[int, list[Box]]:
     """Draws everything, and returns the height that it takes and the places of the pictures."""
-    boxes: list[tuple[int, int, int, int]] = []
+    boxes: list[Box] = []
     inside = pen.image.width - 2 * MARGIN
     y = MARGIN - 4
     y = pen.write(MARGIN, y, [fitting(sheet.title, bold(TITLE_SIZE), inside)], bold(TITLE_SIZE), INK)
@@ -143,7 +148,7 @@ def _place_line(
     y: int,
     cell: int,
     largest: int,
-    boxes: list[tuple[int, int, int, int]],
+    boxes: list[Box],
 ) -> int:
     side = max(shown_side(picture.pixels.shape[0], largest) for picture in pictures)
     end = y
@@ -170,13 +175,13 @@ class _Pen:
         for text in lines:
             if y < self.image.height:
                 self._draw.text((x, y), text, fill=colour, font=font)
-            y += round(_size_of(font) * LEADING)
+            y += round((font.size if isinstance(font, ImageFont.FreeTypeFont) else 11.0) * LEADING)
         return y
 
     def line(self, x: int, y: int, width: int) -> None:
         self._draw.line((x, y, x + width, y), fill=LINE)
 
-    def paste(self, x: int, y: int, pixels: NDArray[np.uint8], largest: int) -> tuple[int, int, int, int]:
+    def paste(self, x: int, y: int, pixels: NDArray[np.uint8], largest: int) -> Box:
         side = shown_side(pixels.shape[0], largest)
         if y < self.image.height:
             picture = Image.fromarray(np.ascontiguousarray(pixels))
@@ -251,16 +256,6 @@ def _font(name: str, size: int) -> Font:
         if file.is_file():
             return ImageFont.truetype(str(file), size)
     return ImageFont.load_default(size)
-
-
-def _size_of(font: Font) -> float:
-    return font.size if isinstance(font, ImageFont.FreeTypeFont) else 11.0
-
-
-RUN_PATIENCE_S = 1.0
-RUN_LARGEST_SIDE = 160
-RUN_MOST_BYTES = 250_000
-Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)

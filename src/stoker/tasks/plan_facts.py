@@ -25,7 +25,7 @@ class LoaderFigures:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The samples of a config, as far as a plan needs to know them; what is not known is assumed, and said."""
+    """The samples of a config, as far as a plan needs to know them; what is unknown is assumed, and reported."""
 
     row_bytes: int
     """What a batch reserves for a sample to train on, and for one to validate on."""

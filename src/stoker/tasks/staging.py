@@ -1,4 +1,4 @@
-"""`stage_to`: the local copy that fills while training runs, and the files beside the samples that belong into it."""
+"""`stage_to`: the local copy that fills while training runs, and the other files that belong in it."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def open_input(
 ) -> InputPipeline:
     """The loaders of a run; progressive resizing opens a new one when the image size changes."""
     staging = context.staging
-    say = cache(context.say)  # what applies to all loaders of progressive resizing is said once
+    say = cache(context.say)  # progressive resizing opens many loaders: print once what applies to all
     val = validation_of(config, data, context.ranks)
 
     @cache

@@ -31,8 +31,7 @@ from stoker.run.folder import RunFolder
 from stoker.tasks.base import metric_of
 from stoker.tasks.building import limited, loader_options, no_data, updates_per_epoch
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
-from stoker.tasks.images.decode.crops import CentreCrop, CropRange, RandomCrop, View
-from stoker.tasks.images.decode.decoding import Decoding, Interpolation
+from stoker.tasks.images.decode.decoding import CentreCrop, CropRange, Decoding, Interpolation, RandomCrop, View
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.opening import check_same_classes, open_index, open_list
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
@@ -184,7 +183,11 @@ def open_split(
         if fraction and index.facts["has_splits"]:
             raise _two_validation_sets(fraction, config.samples_csv)
         if split == "val" and not fraction and not index.facts["has_splits"]:
-            raise _no_validation(config.samples_csv)
+            raise UserError(
+                "split-not-found",
+                f"{config.samples_csv} has no column `split`, and val_fraction is not set",
+                hint="val_fraction=0.1 sets a tenth of each class aside",
+            )
     elif fraction is None:
         index = open_index(root, split, progress=progress, **options)
     else:
@@ -207,14 +210,6 @@ def _two_validation_sets(fraction: float, place: str) -> UserError:
         f"val_fraction is {fraction}, but {redact_text(place)} has a validation split of its own",
         why="a result would not say on which of them it was measured",
         hint="leave out val_fraction, or set data_root to the folder of training images",
-    )
-
-
-def _no_validation(csv: str) -> UserError:
-    return UserError(
-        "split-not-found",
-        f"{csv} has no column `split`, and val_fraction is not set",
-        hint="val_fraction=0.1 sets a tenth of each class aside",
     )
 
 

@@ -1,6 +1,6 @@
 """Labels of other classes: which class's images a folder really holds, and the alarm 'labels?' while training.
 
-Somebody trained for 35 hours with validation folders that did not match their labels: 56 to 89 % on the training images
+A real run took 35 hours with validation folders that did not match their labels: 56 to 89 % on the training images
 of 100 classes, 1 % in validation, and the learning rate was blamed.
 """
 
@@ -145,7 +145,7 @@ def _with_numbers(name: str) -> list[int | str]:
 
 
 # Accuracies as shares of the way from chance level to 100 %. In the case above the model was at 0.56 and above when
-# somebody looked; with right labels, a model at 0.3 in training is never at chance level in validation.
+# someone looked; with right labels, a model at 0.3 in training is never at chance level in validation.
 LEARNED = 0.3
 AT_CHANCE = 0.05
 # Share of a constant guess's loss. Where all batches are mixed there is no training accuracy; a model whose mixed,

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from stoker.tasks.base import Task, at
+
+if TYPE_CHECKING:
+    from stoker.tasks.checks import Check
 
 _HERE = "stoker.tasks.images"
 
@@ -48,7 +54,13 @@ class Classify(Task):
     traceable_step = at(f"{_HERE}.plan_facts:step_for")
 
     step_input = at(f"{_HERE}.plan_facts:step_input")
-    checks = at(f"{_HERE}.verify:checks")
     epoch_length = at(f"{_HERE}.plan_facts:epoch_length")
     random_data = at(f"{_HERE}.plan_facts:random_data")
-    milestones = at(f"{_HERE}.verify.recipe_checks:milestones")
+    milestones = at(f"{_HERE}.recipe_checks:milestones")
+
+    def checks(self) -> Sequence[Check]:
+        from stoker.tasks.images.data_checks import DATA_CHECKS
+        from stoker.tasks.images.label_checks import LABEL_CHECKS
+        from stoker.tasks.images.recipe_checks import RECIPE_CHECKS
+
+        return (*RECIPE_CHECKS, *DATA_CHECKS, *LABEL_CHECKS)

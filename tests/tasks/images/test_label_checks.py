@@ -15,12 +15,12 @@ import pytest
 import safetensors.torch
 
 from stoker.core.finding import Finding
+from stoker.tasks.images.label_checks import LABEL_CHECKS
 from stoker.tasks.images.layouts.imagenet import DEVKIT_FIRST, real_labels, synsets
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.images.models import restore_model
-from stoker.tasks.images.verify.label_checks import LABEL_CHECKS
 from tests.support.trained import train_on_colours, write_colours
-from tests.tasks.images.verify.data_sets import listed, outcome, subject_of, subject_with
+from tests.tasks.images.data_sets import listed, outcome, subject_of, subject_with
 
 Folders = dict[str, list[str]]
 CLASSES = synsets()

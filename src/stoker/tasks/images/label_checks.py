@@ -15,6 +15,7 @@ from stoker.core.console import shown, some
 from stoker.core.finding import Finding
 from stoker.core.units import count
 from stoker.tasks.checks import Check, Subject, failed, first_lines, passed, unknown
+from stoker.tasks.images.data_checks import in_turns
 from stoker.tasks.images.layouts.imagenet import (
     DEVKIT_FIRST,
     are_class_numbers,
@@ -27,7 +28,6 @@ from stoker.tasks.images.layouts.imagenet import (
 )
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.permuted_labels import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
-from stoker.tasks.images.verify.data_checks import in_turns
 
 # ReaL labels agree with the official labels of 42,164 of the 46,837 validation images that have any: 90.0 %. By class
 # the worst is 18 % (tape player), then 39 %; by any 50 neighbouring classes at least 84 %. Images spread at random

@@ -25,9 +25,8 @@ from torch.nn import functional
 
 from bench.rounds import keep
 from bench.vram_networks import DilatedFcn, nnunet, planned_patch
-from stoker.plan.allocator import plain_peak, replay
 from stoker.plan.tracing import Trace, trace_step
-from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, trace_vram
+from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, plain_peak, replay, trace_vram
 from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.train.optimizers import build_optimizer
@@ -173,7 +172,7 @@ def measure_here(model: str, batch: int) -> int:
 
     from stoker.train.compute import Precision
     from stoker.train.ranks import Ranks
-    from stoker.train.step import TrainStep, ready
+    from stoker.train.step import Pending, TrainStep
 
     torch.set_num_threads(1)
     step = cpu_step(model, batch)
@@ -190,7 +189,7 @@ def measure_here(model: str, batch: int) -> int:
             prepared = step.make_batch(batch)
             prepared.inputs.zero_()
             prepared.targets.zero_()
-            result = train_step([ready(prepared)], number)
+            result = train_step([Pending(len(prepared.labels), lambda: prepared)], number)  # noqa: B023 - called at once
     del result
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     used = peak = 0

@@ -10,8 +10,7 @@ import pytest
 
 from stoker.config import load_config
 from stoker.tasks.images.data import open_loader, open_samples, training_plan, validation_view
-from stoker.tasks.images.decode.crops import RandomCrop
-from stoker.tasks.images.decode.decoding import Decoding
+from stoker.tasks.images.decode.decoding import Decoding, RandomCrop
 from tests.conftest import Run
 from tests.loader.test_loader import make_images
 

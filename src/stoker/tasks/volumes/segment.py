@@ -30,7 +30,6 @@ from stoker.tasks.building import (
     train_step,
 )
 from stoker.tasks.device_copies import Copy
-from stoker.tasks.staging import Staging
 from stoker.tasks.volumes.augment import VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import PatchLoader, VolumeData, open_loader, training_plan, validation_plan
 from stoker.tasks.volumes.losses import build_volume_loss
@@ -38,11 +37,9 @@ from stoker.tasks.volumes.networks import build_volume_model, network_of
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.scores.counts import VolumeCounts
-from stoker.tasks.volumes.volume_staging import stage_volumes
 from stoker.train.checkpoint.restore import open_state
 from stoker.train.evaluate import Remark
 from stoker.train.loop import Run, RunRecord
-from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared
 
 
@@ -80,11 +77,6 @@ def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
         config, context, model=model, step=step, pipeline=pipeline, val_loss=loss,
         scoring=VolumeScoring(data.val, rules, device, config.surface_tolerance), record=record,
     )  # fmt: skip
-
-
-def open_staging(config: HostConfig, data: VolumeData, ranks: Ranks, say: Say) -> Staging | None:
-    """The local copy that training fills, if the config names one."""
-    return stage_volumes(config, training_plan(config, data, ranks), validation_plan(config, data, ranks), ranks, say)
 
 
 def build_network(config: Config, data: VolumeData, context: RunContext) -> nn.Module:

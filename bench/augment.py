@@ -19,14 +19,17 @@ from timm.data.auto_augment import rand_augment_transform
 
 from bench.rounds import interleave, keep, ratio
 from stoker.loader.rng import Keys, sample_keys
-from stoker.tasks.images.augment.mixing import Mixer, fill_targets, mix_images, target_rows
 from stoker.tasks.images.augment.pipeline import (
     IMAGENET_MEAN,
     IMAGENET_STD,
+    Mixer,
     TrainAugment,
     draw_erasures,
     erase,
+    fill_targets,
     flip,
+    mix_images,
+    target_rows,
     to_float,
 )
 from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide

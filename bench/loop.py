@@ -31,7 +31,7 @@ from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import trackers_for
 from stoker.tasks.building import RunContext
 from stoker.tasks.demo import write_digits
-from stoker.tasks.images.augment.mixing import soft_targets
+from stoker.tasks.images.augment.pipeline import soft_targets
 from stoker.tasks.images.classify import build_run
 from stoker.tasks.images.data import open_data
 from stoker.tasks.images.image_loader import ImageBatch

@@ -27,15 +27,18 @@ from PIL import Image
 from bench.decode import read_jpegs, smaller
 from bench.rounds import Spread, interleave, keep
 from stoker.loader.rng import sample_keys
-from stoker.tasks.images.decode.crops import CropDraws, CropRange, RandomCrop, draw_crops
 from stoker.tasks.images.decode.decoders import available_decoders, load_decoder
 from stoker.tasks.images.decode.decoding import (
     RESAMPLING,
+    CropDraws,
+    CropRange,
     DecodeMode,
     Decoding,
     Interpolation,
+    RandomCrop,
     antialias_into,
     draft_into,
+    draw_crops,
     pack,
     resize_into,
     stored_box,

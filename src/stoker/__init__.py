@@ -23,8 +23,7 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
     # Imported here, so that `stoker --help` stays fast.
     from pathlib import Path
 
-    from stoker.run.finished import best_checkpoint
-    from stoker.run.folder import RunFolder
+    from stoker.run.folder import RunFolder, best_checkpoint
     from stoker.tasks.base import metric_of
     from stoker.train.checkpoint.format import peek, read_checkpoint
 

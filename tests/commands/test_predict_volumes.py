@@ -25,8 +25,7 @@ from stoker.tasks.volumes.formats.volume import ArrayVolume, whole
 from stoker.tasks.volumes.predict import output as volume_output
 from stoker.tasks.volumes.predict import predict_folder as volume_folder
 from stoker.tasks.volumes.predict.postprocess import parse_chain, post_processed
-from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
-from stoker.tasks.volumes.predict.windows import SlidingWindow
+from stoker.tasks.volumes.predict.segmenter import SlidingWindow, predicted_mask, segmenter_of
 from stoker.tasks.volumes.segment import open_trained
 from tests.support.trained_volumes import write_untrained_volumes
 

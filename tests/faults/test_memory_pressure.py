@@ -34,7 +34,7 @@ def main():
     from stoker.tasks.images.image_loader import ImageLoader
     from stoker.tasks.images.memory_trial import generate_images, plan_over
     from stoker.profile.memory import read_memory
-    from stoker.train.prefetch_guard import PrefetchGuard
+    from stoker.train.loader_adjuster import PrefetchGuard
 
     images = generate_images(folder / "images", (48, 64, 3))
     samples = repeated(all_samples(open_index(str(images), "", index_dir=folder)), 2000)

@@ -38,14 +38,6 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingCudart]:
     assert recorder.faults == []
 
 
-def test_slots_are_registered_at_once_and_unregistered_on_close(cudart: RecordingCudart) -> None:
-    slots = SharedSlots(SLOTS, (SIZE,), page_lock=PageLock())
-    assert len(cudart.registered) == SLOTS
-    slots.close()
-    assert cudart.registered == {}
-    assert (cudart.calls, cudart.unregistered) == (SLOTS, SLOTS)
-
-
 def test_a_slot_that_the_consumer_holds_stays_registered_and_mapped_after_the_close(cudart: RecordingCudart) -> None:
     slots = SharedSlots(SLOTS, (SIZE,), page_lock=PageLock())
     number = slots.take()
@@ -69,15 +61,6 @@ def test_slots_that_nobody_closed_are_unregistered_before_they_are_unmapped(cuda
     gc.collect()
     assert cudart.registered == {}
     assert cudart.unregistered == SLOTS
-
-
-def test_fewer_slots_are_unregistered_and_more_are_registered_again(cudart: RecordingCudart) -> None:
-    slots = SharedSlots(SLOTS, (SIZE,), page_lock=PageLock())
-    for kept in (2, 2, 4, 1, SLOTS, 3):
-        slots.keep(kept)
-        assert len(cudart.registered) == kept
-    slots.close()
-    assert cudart.registered == {}
 
 
 def test_a_register_that_fails_leads_to_ordinary_memory_and_one_line(cudart: RecordingCudart) -> None:

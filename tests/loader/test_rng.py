@@ -22,18 +22,9 @@ def test_a_key_depends_on_its_sample_alone_and_not_on_the_batch() -> None:
     assert np.array_equal(uniforms(whole[some], CROP, 22), uniforms(whole, CROP, 22)[some])
 
 
-def test_numbers_do_not_depend_on_how_many_are_drawn() -> None:
-    assert np.array_equal(uniforms(keys(), CROP, 5), uniforms(keys(), CROP, 22)[:, :5])
-
-
 def test_seed_epoch_sample_and_repeat_each_change_the_key() -> None:
     found = np.concatenate([keys(), keys(seed=2), keys(epoch=3), keys(repeat=1), keys(seed=2, epoch=1)])
     assert len(np.unique(found)) == len(found)
-
-
-def test_seed_and_epoch_are_not_interchangeable() -> None:
-    found = {int(mix(seed, epoch)) for seed in range(100) for epoch in range(100)}
-    assert len(found) == 10_000
 
 
 def test_the_values_are_fixed_forever() -> None:
@@ -46,9 +37,8 @@ def test_the_values_are_fixed_forever() -> None:
     ]
 
 
-@pytest.mark.parametrize("column", [0, 1, 21])
-def test_numbers_are_uniform(column: int) -> None:
-    numbers = uniforms(keys(count=20_000), CROP, 22)[:, column]
+def test_numbers_are_uniform() -> None:
+    numbers = uniforms(keys(count=20_000), CROP, 22)[:, 21]
     assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = np.bincount((numbers * 50).astype(int), minlength=50)

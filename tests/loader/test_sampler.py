@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tracemalloc
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from stoker.loader.sampler import SORTED_UP_TO, EpochSampler, Steps, permute
 
-TINY = (2, 3, 4, 5, 10, 16, 100)
+TINY = (2, 5, 16, 100)
 # A fair shuffle exceeds this in one of a million tests; four rounds of a Feistel network gave 20 and more for sets
 # of ten.
 LARGEST_Z = 5.0
@@ -34,7 +33,7 @@ def test_every_sample_has_one_position(size: int, key: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
 
 
-@pytest.mark.parametrize("size", [SORTED_UP_TO - 1, SORTED_UP_TO, SORTED_UP_TO + 1, 4096, 4097, 65_537])
+@pytest.mark.parametrize("size", [SORTED_UP_TO, SORTED_UP_TO + 1, 65_537])
 def test_every_sample_has_one_position_in_edge_cases(size: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(size), size, 3)), np.arange(size))
 
@@ -47,15 +46,6 @@ def test_no_two_samples_share_a_position_in_large_sets(size: int, key: int, data
     assert len(np.unique(places)) == 2000
     assert places.min() >= 0
     assert places.max() < size
-
-
-def test_epochs_and_seeds_differ() -> None:
-    positions = np.arange(1000)
-    orders = [EpochSampler(1000, seed=seed).at(epoch, positions)[0] for seed in (0, 1, 2**40) for epoch in range(4)]
-    for number, one in enumerate(orders):
-        for other in orders[:number]:
-            # Two shuffles agree on one position on average.
-            assert (one == other).sum() < 10
 
 
 @pytest.mark.parametrize("size", TINY)
@@ -72,14 +62,6 @@ def test_every_neighbour_is_equally_likely(size: int) -> None:
     np.add.at(pairs, (shuffles[:, :-1].ravel(), shuffles[:, 1:].ravel()), 1)
     apart = pairs[~np.eye(size, dtype=bool)]
     assert abs(chi_square_z(apart, 3000 / size, size * (size - 1) - 1)) < LARGEST_Z
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_every_order_of_a_few_is_equally_likely(size: int) -> None:
-    seen = Counter(map(tuple, permutations(size, 6000).tolist()))
-    orders = math.factorial(size)
-    counts = np.array([*seen.values()] + [0] * (orders - len(seen)))
-    assert abs(chi_square_z(counts, 6000 / orders, orders - 1)) < LARGEST_Z
 
 
 @pytest.mark.parametrize("size", [SORTED_UP_TO + 1, 4096, 5000, 1_281_167])
@@ -114,15 +96,6 @@ def test_a_billion_samples_take_no_memory() -> None:
     assert peak < 100_000
 
 
-@pytest.mark.parametrize("size", [7, 1000, 100_003])
-def test_any_position_is_known_at_once(size: int) -> None:
-    sampler = EpochSampler(size, seed=9)
-    whole = sampler.at(2, np.arange(size))[0]
-    asked = np.random.default_rng(0).integers(0, size, 50)
-    assert np.array_equal(sampler.at(2, asked)[0], whole[asked])
-    assert [int(sampler.at(2, np.array([one]))[0][0]) for one in asked[:5]] == whole[asked[:5]].tolist()
-
-
 def test_without_shuffling_the_order_is_that_of_the_listing() -> None:
     samples, repeats = EpochSampler(10, shuffle=False).at(4, np.arange(10))
     assert samples.tolist() == list(range(10))
@@ -146,8 +119,7 @@ def ranks(samples: int, batch_size: int, world: int, drop_last: bool) -> list[St
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 3, 8, 200])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("batch_size", "world"), [(1, 1), (3, 4), (8, 3), (200, 2)])
 def test_nothing_is_lost_or_repeated(world: int, batch_size: int, drop_last: bool) -> None:
     samples = 211
     sampler, steps = EpochSampler(samples, seed=4), ranks(samples, batch_size, world, drop_last)
@@ -189,7 +161,7 @@ def test_validation_counts_each_sample_once(samples: int, world: int) -> None:
     assert sorted(sample for content in contents for sample, _ in content) == list(range(samples))
 
 
-@pytest.mark.parametrize("repeats", [2, 3, 4])
+@pytest.mark.parametrize("repeats", [2, 3])
 def test_repeats_are_adjacent_and_keep_the_length_of_the_epoch(repeats: int) -> None:
     samples = 240
     drawn_samples, numbers = EpochSampler(samples, seed=3, repeats=repeats).at(0, np.arange(samples))
@@ -219,10 +191,8 @@ def test_repeats_of_an_image_land_on_different_ranks_where_there_are_enough(repe
     ("samples", "batch_size", "drop_last", "steps"),
     [
         (1_281_167, 256, True, 5_004),
-        (1_281_167, 384, True, 3_336),
         (50_000, 256, False, 196),
         (50_000, 256, True, 195),
-        (255, 256, True, 0),
         (0, 256, False, 0),
     ],
 )

@@ -70,8 +70,7 @@ def test_events_say_what_happened(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("crashed_at", [11, 20, 23, 30, 39])
-@pytest.mark.parametrize("checkpoint", [0, 5, 10, 11])
+@pytest.mark.parametrize(("checkpoint", "crashed_at"), [(0, 11), (5, 20), (10, 23), (11, 30)])
 def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(
     tmp_path: Path, checkpoint: int, crashed_at: int
 ) -> None:

@@ -94,37 +94,12 @@ def test_shared_weights_survive_a_swap() -> None:
     assert same(bits(model), before)
 
 
-def test_a_resumed_average_has_the_same_bits() -> None:
-    model = small_model()
-    whole = WeightAverage(model, 0.999)
-    for update in range(3):
-        move(model, update)
-        whole.update()
-    saved = copy.deepcopy(whole.state_dict())
-    resumed = WeightAverage(model, 0.999)
-    resumed.load_state_dict(saved)
-    for update in range(3, 7):
-        move(model, update)
-        whole.update()
-        resumed.update()
-    assert resumed.steps == 7
-    assert same(dict(whole.tensors), dict(resumed.tensors))
-
-
 def test_an_average_of_another_model_is_refused_untouched() -> None:
     average = WeightAverage(small_model(5), 0.5)
     before = {name: value.clone() for name, value in average.tensors.items()}
     with pytest.raises(UserError, match=r"3\.weight, 3\.bias"):
         average.load_state_dict(WeightAverage(small_model(7), 0.5).state_dict())
     assert same(before, dict(average.tensors))
-
-
-def test_channels_last_weights_stay_channels_last() -> None:
-    model = small_model().to(memory_format=torch.channels_last)
-    average = WeightAverage(model, 0.5, warmup="none")
-    move(model, 1)
-    average.update()
-    assert average.tensors["0.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
 # torchvision's references/classification/train.py: an AveragedModel that is updated if i % model_ema_steps == 0, i

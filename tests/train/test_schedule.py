@@ -1,15 +1,24 @@
-"""The learning rate is a pure function of the step."""
+"""Learning rate and image size are pure functions of step and epoch."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stoker.train.schedule import Horizon, learning_rate, lr_warning, scaled_lr
+from stoker.train.schedule import (
+    Horizon,
+    all_sizes,
+    default_resize_epochs,
+    image_size,
+    learning_rate,
+    lr_warning,
+    scaled_lr,
+)
 
 BY_EPOCH = Horizon(steps_per_epoch=7, epochs=600, warmup_epochs=5, update="epoch")
 BY_STEP = replace(BY_EPOCH, update="step")
@@ -53,21 +62,6 @@ def test_by_step_the_rate_never_jumps() -> None:
     assert max(abs(a - b) for a, b in pairwise(rates)) < 0.5 / 5 / 7
 
 
-def test_by_step_the_cosine_ends_with_the_last_step_and_not_an_epoch_before() -> None:
-    assert learning_rate(LAST, BY_STEP, 0.5) == pytest.approx(0.0, abs=1e-15)
-    assert learning_rate(LAST - 1, BY_STEP, 0.5) > 0
-    assert learning_rate(LAST - 6, BY_STEP, 0.5) > learning_rate(LAST - 5, BY_STEP, 0.5) > 0
-
-
-def test_by_epoch_a_single_warmup_epoch_has_the_smallest_rate() -> None:
-    horizon = replace(BY_EPOCH, warmup_epochs=1)
-    assert [of_epoch(epoch, horizon) for epoch in (0, 1)] == [0.005, 0.5]
-
-
-def test_without_a_warmup_the_peak_comes_first() -> None:
-    assert learning_rate(0, Horizon(steps_per_epoch=10, epochs=3), 0.3) == 0.3
-
-
 def test_the_cosine_ends_at_min_lr() -> None:
     horizon = Horizon(steps_per_epoch=10, epochs=3, min_lr=0.01)
     assert learning_rate(29, horizon, 0.5) == pytest.approx(0.01)
@@ -97,10 +91,6 @@ def test_constant_stays_after_the_warmup() -> None:
     assert learning_rate(0, horizon, 0.4) == pytest.approx(0.004)
 
 
-def test_a_horizon_survives_a_checkpoint() -> None:
-    assert Horizon(**json.loads(json.dumps(asdict(BY_STEP)))) == BY_STEP
-
-
 def test_the_rate_scales_with_the_total_batch() -> None:
     assert scaled_lr(0.5, 1024, 256, scale=True) == 2.0
     assert scaled_lr(0.5, 1024, 256, scale=False) == 0.5
@@ -118,3 +108,32 @@ def test_four_times_the_published_rate_is_warned_about_with_numbers() -> None:
 )
 def test_published_rates_and_other_optimizers_give_no_warning(optimizer: str, lr: float, batch: int) -> None:
     assert lr_warning(optimizer, lr, batch) is None
+
+
+def test_sizes_grow_in_multiples_and_end_at_the_final_one() -> None:
+    assert [image_size(epoch, 128, 224, 12) for epoch in range(14)] == [
+        128, 128, 160, 160, 160, 160, 192, 192, 192, 192, 224, 224, 224, 224,
+    ]  # fmt: skip
+    assert all_sizes(128, 224, 12) == [128, 160, 192, 224]
+
+
+def test_without_a_start_there_is_one_size() -> None:
+    assert all_sizes(None, 224, 10) == [224]
+    assert image_size(0, None, 224, 10) == 224
+
+
+def test_sizes_that_are_not_multiples_are_taken_as_they_are() -> None:
+    assert all_sizes(100, 176, 8) == [100, 128, 160, 176]
+
+
+@given(start=st.integers(8, 512), more=st.integers(0, 512), until=st.integers(1, 300))
+def test_sizes_never_shrink_and_stay_in_bounds(start: int, more: int, until: int) -> None:
+    final = start + more
+    sizes = [image_size(epoch, start, final, until) for epoch in range(until + 3)]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[until], sizes[-1]) == (start, final, final)
+    assert all(size % 32 == 0 or size in (start, final) for size in sizes)
+
+
+def test_the_default_is_most_of_the_run() -> None:
+    assert [default_resize_epochs(epochs) for epochs in (1, 10, 88)] == [1, 8, 70]

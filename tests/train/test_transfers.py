@@ -21,7 +21,7 @@ from stoker.train import transfers
 from stoker.train.loop import Run, train
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import Progress
-from stoker.train.transfers import Passing, Uploader
+from stoker.train.transfers import Uploader
 from tests.support.delayed_device import DelayedDevice
 from tests.support.tiny_training import write_config, write_images
 
@@ -40,10 +40,10 @@ class LateQueue:
     def copy(self, source: Tensor) -> Tensor:
         return self.device.copy(source)
 
-    def mark(self) -> Passing:
+    def mark(self) -> Any:
         return self.device.event()
 
-    def join(self, ready: Passing, tensors: Sequence[Tensor]) -> None: ...
+    def join(self, ready: Any, tensors: Sequence[Tensor]) -> None: ...
 
     def fetch(self, source: Tensor) -> Callable[[], list[float]]:
         return source.tolist
@@ -113,11 +113,11 @@ class Places:
     def copy(self, source: Tensor) -> Tensor:
         return source.clone()
 
-    def mark(self) -> Passing:
+    def mark(self) -> Any:
         self.marks += 1
         return _Place(self, self.marks)
 
-    def join(self, ready: Passing, tensors: Sequence[Tensor]) -> None: ...
+    def join(self, ready: Any, tensors: Sequence[Tensor]) -> None: ...
 
 
 class _Place:

@@ -165,8 +165,7 @@ def _finished(path: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
     from stoker.config import config_values
     from stoker.config.reading import load_for_command
     from stoker.profile.host import fit_to_machine, read_machine
-    from stoker.run.finished import finished_lines, finished_progress, finished_summary
-    from stoker.run.folder import run_folder_for
+    from stoker.run.folder import finished_lines, finished_progress, finished_summary, run_folder_for
     from stoker.tasks.base import metric_of
     from stoker.train.ranks import ranks_from_environment
 

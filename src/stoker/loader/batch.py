@@ -37,7 +37,6 @@ class BadSample:
     """Index of the sample in its place."""
 
     def line(self) -> str:
-        """As the quarantine file holds it."""
         record = {"sample": self.index, "name": self.name, "reason": self.reason, "replaced_by": self.replaced_by}
         return json.dumps(record) + "\n"
 
@@ -202,26 +201,25 @@ def none_readable(bad: Sequence[BadSample], what: str, why: str) -> UserError:
     )
 
 
+@dataclass
 class Announcer:
     """Keeps about `budget` bytes of upcoming steps announced to the reader, so that their bytes are fetched early."""
 
-    def __init__(
-        self, maker: Maker[Any], epoch: int, start: int, count: int, budget: int, *, stride: int, first: int
-    ) -> None:
-        self._maker = maker
-        self._epoch = epoch
-        self._start = start
-        self._count = count
-        self.budget = budget
-        self._stride = stride
-        self._next = first
+    maker: Maker[Any]
+    epoch: int
+    start: int
+    count: int
+    budget: int
+    stride: int = 1
+    next: int = 0
+    """The first step that is not announced yet."""
 
     def before(self, step: int) -> None:
         """Call before a step is made: announces it, and as many later steps as fit the budget."""
-        batch_bytes = max(1.0, self._maker.plan.steps.batch_size * self._maker.reader.mean_bytes)
+        batch_bytes = max(1.0, self.maker.plan.steps.batch_size * self.maker.reader.mean_bytes)
         # At least two, so that the next batch is fetched while this one is decoded.
         ahead = max(2, int(self.budget / batch_bytes))
-        last = min(self._count - 1, step + ahead * self._stride)
-        while self._next <= last:
-            self._maker.announce(self._epoch, self._next, self._start)
-            self._next += self._stride
+        last = min(self.count - 1, step + ahead * self.stride)
+        while self.next <= last:
+            self.maker.announce(self.epoch, self.next, self.start)
+            self.next += self.stride

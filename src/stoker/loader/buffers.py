@@ -33,7 +33,6 @@ _HUGE_FROM = 1 << 22
 
 
 def not_locked(reason: str) -> str:
-    """The line for the user when batches cannot be page-locked."""
     return (
         f"warning: pin_memory: batches could not be page-locked ({reason}), so copies to the GPU are slower; "
         "lower prefetch_factor if memory is short, or set pin_memory=false"
@@ -60,7 +59,6 @@ class PageLock:
         return address in self._locked
 
     def lock(self, address: int, size: int) -> bool:
-        """Whether the range is page-locked now."""
         with self._lock:
             if self._failed:
                 return False
@@ -261,7 +259,6 @@ class SharedSlots:
 
 
 def no_shared_memory(size: int, error: Exception) -> UserError:
-    """The error of a loader whose batches do not fit into /dev/shm."""
     return UserError(
         "shm-full",
         f"/dev/shm has no room for {size_text(size)} of batches: {str(error).splitlines()[0]}",  # noqa: S108 - a name

@@ -27,7 +27,6 @@ class Share:
     """Processes of this node; their ranks are consecutive."""
 
     def are_here(self, ranks: Indices) -> NDArray[np.bool_]:
-        """Which ranks are on this node."""
         found: NDArray[np.bool_] = ranks // self.local_world == self.rank // self.local_world
         return found
 

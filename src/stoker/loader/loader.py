@@ -137,7 +137,6 @@ class BatchLoader(Generic[Made]):
         return self._engine.ready()
 
     def close(self) -> None:
-        """Ends workers and reads; the loader cannot be used afterwards."""
         self._engine.close()
 
 
@@ -218,7 +217,6 @@ class LinkBalance:
         self._consumed += cost.bytes_read
 
     def begin(self) -> None:
-        """Starts counting."""
         self._at_first, self._consumed = dict(self._ready), 0
 
     @property

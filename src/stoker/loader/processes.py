@@ -82,7 +82,6 @@ class LimitedIterator(_MultiProcessingDataLoaderIter):
                 return  # the epoch has no more steps
 
     def ready(self) -> int:
-        """Batches that are made and wait for the consumer; `_task_info` holds those that arrived out of turn."""
         return self._worker_result_queue.qsize() + sum(len(task) > 1 for task in self._task_info.values())
 
 
@@ -142,7 +141,7 @@ class _Batches(Dataset[Made]):
             maker.reader.forget()
             count = maker.plan.steps.count(start)
             budget = self._lookahead // stride
-            self._announcer = Announcer(maker, epoch, start, count, budget, stride=stride, first=step)
+            self._announcer = Announcer(maker, epoch, start, count, budget, stride, step)
             self._announced_for = (epoch, start)
         self._announcer.before(step)
 
@@ -201,12 +200,10 @@ class ProcessEngine(Generic[Made]):
             self._slots.keep(self._in_flight.limit + self._beyond_flight)
 
     def ready(self) -> int:
-        """Batches that are made and wait for the consumer."""
         iterator = self._iterator
         return 0 if iterator is None else iterator.ready()
 
     def batches(self, epoch: int, start: int) -> Iterator[Made]:
-        """The batches of an epoch, starting at a position."""
         self._steps.epoch, self._steps.start = epoch, start
         if self._slots is not None:
             self._slots.give_back_all()
@@ -251,7 +248,7 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _prepare_worker(environment: dict[str, str], outages: Any, _worker: int) -> None:
+def _prepare_worker(environment: dict[str, str], outages: str | None, _worker: int) -> None:
     """Sets up a worker for one core: more threads would only delay the other workers."""
     os.environ.clear()
     os.environ.update(environment)

@@ -42,7 +42,6 @@ class WorkerPool(Generic[Result]):
         self._working = 0
 
     def submit(self, make: Callable[[], Result]) -> Future[Result]:
-        """Submits one more job; a thread runs it when its turn comes."""
         future: Future[Result] = Future()
         with self._lock:
             self._asked.append((future, make))
@@ -56,7 +55,6 @@ class WorkerPool(Generic[Result]):
             self._call_threads()
 
     def close(self) -> None:
-        """Ends the threads after their current jobs."""
         with self._lock:
             while self._asked:
                 self._asked.popleft()[0].cancel()
@@ -131,14 +129,11 @@ class ThreadEngine(Generic[Made]):
         return self._maker.reader.held_back_by()
 
     def ready(self) -> int:
-        """Batches that are made and wait for the consumer."""
         return sum(future.done() for future in self._pending)
 
     def batches(self, epoch: int, start: int) -> Iterator[Made]:
-        """The batches of an epoch, starting at a position."""
         count = self._maker.plan.steps.count(start)
-        budget = self.setup.lookahead_bytes
-        announcer = self._announcer = Announcer(self._maker, epoch, start, count, budget, stride=1, first=0)
+        announcer = self._announcer = Announcer(self._maker, epoch, start, count, self.setup.lookahead_bytes)
         if self.setup.workers == 0:
             try:
                 for step in range(count):
@@ -169,7 +164,6 @@ class ThreadEngine(Generic[Made]):
             self._maker.reader.forget()
 
     def close(self) -> None:
-        """Ends the threads after their current batches; does not wait for a store that does not respond."""
         outage.leave()
         # First: a batch may be waiting for it.
         self._maker.reader.close()

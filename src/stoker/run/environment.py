@@ -46,7 +46,6 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_host() -> dict[str, Any]:
-    """Name, system, CPU and memory of this machine."""
     return {
         "name": socket.gethostname(),
         "system": platform.platform(),
@@ -67,7 +66,6 @@ def describe_git(folder: Path) -> dict[str, Any] | None:
 
 @cache
 def installed_packages() -> dict[str, str]:
-    """Name and version of every installed distribution."""
     # Each is parsed once: every use of `metadata` or `version` would do it again, in a quarter of a second for all.
     about = [dist.metadata for dist in metadata.distributions()]
     found = {one["Name"]: one["Version"] for one in about if one["Name"]}

@@ -1,4 +1,6 @@
-"""The folder of a run: the name of every file in it, and how it is created and found.
+"""The folder of a run: the name of every file in it, how it is created and found, and what a finished run left there.
+
+Without torch, which takes seconds to import.
 
 runs/<run_name>/
     config.yaml         the resolved config, every key
@@ -32,14 +34,18 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+import xxhash
 
 from stoker.config import Config, config_as_yaml
 from stoker.core.errors import ConfigError, StokerError, UserError
-from stoker.core.files import write_text
+from stoker.core.files import open_regular, parse_json, write_text
 from stoker.core.redact import redact_text
 from stoker.core.signals import Notice
 from stoker.run.environment import describe_environment
 from stoker.run.lease import Lease
+from stoker.run.metrics import Metric, read_checkpoint_name, read_metrics
 
 RUNS = Path("runs")
 SHOWN_RUNS = 8
@@ -48,11 +54,12 @@ SHOWN_RUNS = 8
 class _Below:
     """A file or folder of the run."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, stays: bool = False) -> None:
+        self.name = name
+        self.stays = stays
 
     def __get__(self, run: RunFolder, _kind: type[RunFolder]) -> Path:
-        return run.root / self._name
+        return run.root / self.name
 
 
 @dataclass(frozen=True)
@@ -79,18 +86,13 @@ class RunFolder:
     wandb_id_file = _Below("wandb_id.txt")
     predictions_file = _Below("predictions.jsonl")
     report_file = _Below("report.html")
-    lease_file = _Below("lease.json")
+    lease_file = _Below("lease.json", stays=True)
 
     @property
     def of_one_run(self) -> tuple[Path, ...]:
         """Everything that a run leaves behind and that a new run in the same folder must not continue."""
-        return (
-            self.config_file, self.environment_file, self.metrics_file, self.clock_file, self.subset_file,
-            self.samples_file, self.preview_file, self.quarantine_file, self.evaluation_file, self.worst_file,
-            self.logs, self.checkpoints,
-            self.metrics_csv_file, self.tensorboard, self.wandb, self.wandb_id_file, self.predictions_file,
-            self.report_file,
-        )  # fmt: skip
+        names = [one.name for one in vars(RunFolder).values() if isinstance(one, _Below) and not one.stays]
+        return tuple(self.root / name for name in names)
 
 
 class OpenRun:
@@ -119,7 +121,6 @@ class OpenRun:
 
 
 def run_name_for(config: Config, config_path: Path | None) -> str:
-    """The config's run_name, or else the name of the config file."""
     if config.run_name is not None:
         return config.run_name
     stem = config_path.stem if config_path is not None else ""
@@ -127,7 +128,6 @@ def run_name_for(config: Config, config_path: Path | None) -> str:
 
 
 def run_folder_for(config: Config, config_path: Path | None) -> RunFolder:
-    """The folder of this config's run."""
     return RunFolder(Path(config.runs_dir) / run_name_for(config, config_path))
 
 
@@ -251,3 +251,88 @@ def is_run(folder: Path) -> bool:
         return any(file.is_file() for file in (run.metrics_file, run.config_file, run.clock_file))
     except OSError:
         return False
+
+
+LARGEST_HEADER_BYTES = 64 << 20
+AT_ONCE = 1 << 22
+_HASHES = ("header_xxh3_128", "tensors_xxh3_128")
+
+
+def finished_progress(folder: RunFolder, config: Config) -> dict[str, Any] | None:
+    """The progress of a run that is finished with exactly this config, and whose last checkpoint is whole; None
+    otherwise: then the run is resumed, which says what is wrong."""
+    try:
+        if folder.config_file.read_text("utf-8") != config_text(folder, config):
+            return None
+        progress = _progress_of(folder.checkpoints / "last.ckpt")
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+    best = progress.get("best")
+    plain = all(type(progress.get(name)) is int for name in ("epoch", "step")) and (best is None or type(best) is float)
+    return progress if plain and progress.get("finished") is True else None
+
+
+def finished_lines(folder: RunFolder, metric: Metric, progress: dict[str, Any]) -> list[str]:
+    """Says that the run is finished, with its best checkpoint and the next command."""
+    best = "none" if progress["best"] is None else metric.text(progress["best"])
+    stops = [one for one in read_metrics(folder.metrics_file, "event") if one.get("event") == "stopped_early"]
+    early = [one["why"] for one in stops if isinstance(one.get("why"), str)]
+    why = f"; {early[-1]}" if early else ""
+    first = f"{folder.root} is finished: {progress['step']:,} steps, best {metric.key} {best}{why}"
+    return [first, *next_lines(folder, metric)]
+
+
+def finished_summary(folder: RunFolder, metric: Metric, progress: dict[str, Any]) -> dict[str, Any]:
+    """The same for `--json`."""
+    best = best_checkpoint(folder, metric)
+    return {
+        "run_folder": str(folder.root),
+        "finished": True,
+        "epochs": progress["epoch"],
+        "steps": progress["step"],
+        "best_by": metric.name,
+        f"best_val_{metric.name}": progress["best"],
+        "best_checkpoint": None if best is None else str(best),
+        "checkpoints": str(folder.checkpoints),
+    }
+
+
+def next_lines(folder: RunFolder, metric: Metric) -> list[str]:
+    best = best_checkpoint(folder, metric)
+    if best is None:
+        return []
+    return [f"best checkpoint: {best}", f"next: stoker eval {best}    # or stoker report {folder.root}"]
+
+
+def best_checkpoint(folder: RunFolder, metric: Metric) -> Path | None:
+    """The best checkpoint by its name, of equal ones the newer; the last one of a run without validation."""
+    try:
+        files = sorted(folder.checkpoints.iterdir())
+    except OSError:
+        return None
+    named = [(said, file) for file in files if (said := read_checkpoint_name(file.name)) is not None]
+    ranked = [(metric.rank(said.value), said.epoch, file) for said, file in named if said.metric == metric]
+    last = folder.checkpoints / "last.ckpt"
+    return max(ranked)[2] if ranked else last if last in files else None
+
+
+def _progress_of(path: Path) -> dict[str, Any]:
+    """The progress in a checkpoint. Raises ValueError or KeyError if the file is not what was written."""
+    with open_regular(path) as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        if length > LARGEST_HEADER_BYTES:
+            raise ValueError("not a header of ours")
+        header = stream.read(length)
+        digest = xxhash.xxh3_128()
+        while data := stream.read(AT_ONCE):
+            digest.update(data)
+    metadata = parse_json(header)["__metadata__"]
+    own, tensors = (metadata[name] for name in _HASHES)
+    unsigned = start + header.replace(own.encode(), b"0" * len(own), 1)
+    if xxhash.xxh3_128(unsigned).hexdigest() != own or digest.hexdigest() != tensors:
+        raise ValueError("the file is damaged")
+    progress = parse_json(metadata["state"])["progress"]
+    if not isinstance(progress, dict):
+        raise ValueError("no progress")
+    return progress

@@ -47,7 +47,6 @@ class Lease:
         self._descriptor: int | None = None
 
     def acquire(self) -> Lease:
-        """Takes the lease, or raises LeaseHeld naming the holder."""
         name = os.path.realpath(self.path)
         if name in _held:
             raise self._refusal({"host": socket.gethostname(), "pid": os.getpid()})

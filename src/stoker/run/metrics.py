@@ -37,7 +37,6 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """As metrics.jsonl has it."""
         return f"val/{self.name}"
 
     @property
@@ -55,7 +54,6 @@ class Metric:
         return self.rank(value) > self.rank(on) + by
 
     def text(self, value: float) -> str:
-        """A value in words."""
         return f"{value:.2f}%" if self.more_is_better else f"{value:.4f}"
 
 
@@ -71,7 +69,6 @@ class BestCheckpoint(NamedTuple):
 
 
 def checkpoint_name(epoch: int, metric: Metric, value: float) -> str:
-    """The file name of one of the best checkpoints."""
     assert math.isfinite(value), f"{metric.key} of epoch {epoch} is {value}"
     return f"epoch={epoch}-val_{metric.name}={value:.4f}.ckpt"
 
@@ -187,7 +184,6 @@ class MetricsFile:
 
 
 def read_metrics(path: Path, kind: str | None = None) -> Iterator[Record]:
-    """The lines of the file in order, of one kind or all."""
     for record in read_records(path):
         if "kind" in record and kind in (None, record["kind"]):
             yield record

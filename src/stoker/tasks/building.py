@@ -26,9 +26,9 @@ from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, co
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator, Remark, Scoring
 from stoker.train.launch import StopRequest
+from stoker.train.loader_adjuster import PrefetchGuard
 from stoker.train.loop import InputPipeline, Run, RunRecord, RunScores
 from stoker.train.optimizers import build_optimizer
-from stoker.train.prefetch_guard import PrefetchGuard
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import EarlyStopping, Horizon, Progress, Schedule, scaled_lr
 from stoker.train.step import Prepared, TraceableStep, TrainStep

@@ -15,8 +15,7 @@ from stoker.core.console import Say, progress_bar
 from stoker.core.errors import Interrupted, Preempted, StokerError
 from stoker.profile.clock_file import ClockFile
 from stoker.profile.host import HostConfig, HostWatch, Machine, bind_rank, usable_cpus
-from stoker.run.finished import finished_lines, finished_summary, next_lines
-from stoker.run.folder import RunFolder, record_config
+from stoker.run.folder import RunFolder, finished_lines, finished_summary, next_lines, record_config
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.base import RunData, metric_of, task_for

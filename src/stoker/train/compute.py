@@ -77,31 +77,28 @@ class Compiled(nn.Module):
         self._seen: set[Any] = set()
         self._uses_graphs = mode in ("max-autotune", "reduce-overhead")
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> Any:
         compiled = self.__dict__["_compiled"]
         if compiled is None:
-            output: torch.Tensor = self.plain(inputs)
-            return output
+            return self.plain(inputs)
         if self._uses_graphs:
             # Nothing of an earlier pass is in use any more: CUDA graphs may take back its memory.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         key = (tuple(inputs.shape), self.training, torch.is_grad_enabled())
         if key in self._seen:
-            result: torch.Tensor = compiled(inputs)
-            return result
+            return compiled(inputs)
         began = time.perf_counter()
         try:
             # The backward pass too: by default torch compiles it at the first backward, too late to fall back.
             with functorch_config.patch(force_non_lazy_backward_lowering=True):
-                first: torch.Tensor = compiled(inputs)
+                first = compiled(inputs)
         except torch.OutOfMemoryError:
             raise  # the step handles it
         except Exception as error:
             self.__dict__["_compiled"] = None
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             self._say(f"warning: compile_model: torch.compile failed ({reason[:120]}); continuing without it")
-            fallback: torch.Tensor = self.plain(inputs)
-            return fallback
+            return self.plain(inputs)
         took_s = time.perf_counter() - began
         self._seen.add(key)
         if took_s >= LONG_COMPILE_S:

@@ -134,6 +134,5 @@ class WeightAverage:
 
 
 def _averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers, shared tensors once."""
     persistent = set(model.state_dict())
     return dict(model.named_parameters()) | {name: value for name, value in model.named_buffers() if name in persistent}

@@ -15,7 +15,7 @@ from stoker.core.errors import UserError
 from stoker.train.compute import Compiled
 from stoker.train.launch import LeaveValidation
 from stoker.train.observer import Observer
-from stoker.train.ranks import Ranks, any_rank
+from stoker.train.ranks import any_rank
 from stoker.train.step import TOP, Prepared, StepResult, count_hits
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ class Accumulator:
         return dict(zip(("loss", "hits1", "hits5", "samples", "judged"), sums.tolist(), strict=True))
 
     def reset(self) -> None:
-        """Begins again with nothing."""
         self._loss.zero_()
         self._hits.zero_()
         self._samples = self._judged = 0
@@ -123,7 +122,8 @@ class Scoring(Protocol):
 def evaluate(run: Run, loader: Loader, observer: Observer) -> dict[str, float]:
     """`val/loss` and the task's scores over all ranks' samples; raises LeaveValidation when asked to leave."""
     model = run.step.model.module if isinstance(run.step.model, DistributedDataParallel) else run.step.model
-    share_buffers(model, run.ranks)
+    for buffer in model.buffers() if run.ranks.world > 1 else ():
+        dist.broadcast(buffer, src=0)  # batch norm's statistics: all ranks validate the same model
     was_training = model.training
     model.eval()
     run.scores.scoring.reset()
@@ -193,10 +193,3 @@ def _smaller(size: int, run: Run) -> int:
     size = -(-size // 2)
     run.step.say(f"out of device memory: validation now runs in pieces of {size} samples")
     return size
-
-
-def share_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Gives every rank the first rank's batch norm statistics, so that all validate the same model."""
-    if ranks.world > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)

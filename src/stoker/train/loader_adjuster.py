@@ -1,7 +1,10 @@
 """Adjusts the training loader while it runs: one change at a time, measured, kept or undone; then it settles.
 
 What is tried and kept is decided in loader_changes.py; here it is measured and done. Samples, order and crops do not
-depend on it. Worker processes stay as they are: each has its share of the steps from the start."""
+depend on it. Worker processes stay as they are: each has its share of the steps from the start.
+
+When memory runs low, `PrefetchGuard` lets the loader run less far ahead of the model, before the kernel kills a worker.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from stoker.io.prefetch import HeldBack
+from stoker.core.console import Say
+from stoker.core.units import size_text
 from stoker.loader.batch import LoaderSetup
 from stoker.loader.loader_memory import STATED
 from stoker.profile.batch_costs import run_queue_s
@@ -28,7 +32,9 @@ from stoker.train.loader_changes import (
     mean_of,
     possible_changes,
 )
-from stoker.train.prefetch_guard import LOW_AT_MOST_BYTES, LOW_SHARE
+
+if TYPE_CHECKING:
+    from stoker.loader.loader import BatchLoader
 
 LOOK_S = 1.0
 """Minimum length of a look: kernels count in ticks, and single steps differ."""
@@ -46,28 +52,6 @@ MOST_HOLD_S = 3600.0
 """A change that did not help is tried again after a minute, then after twice as long each time, up to an hour."""
 
 Event = dict[str, Any]
-
-
-class Adjustable(Protocol):
-    """A loader whose set-up may change while it runs (stoker.loader.loader.BatchLoader)."""
-
-    @property
-    def setup(self) -> LoaderSetup | None: ...
-
-    @property
-    def batch_bytes(self) -> int: ...
-
-    @property
-    def most_in_flight(self) -> int: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-    def ready(self) -> int: ...
-
-    def held_back_by(self) -> HeldBack | None: ...
-
-    def adjust(self, setup: LoaderSetup) -> None: ...
 
 
 @dataclass
@@ -114,7 +98,7 @@ class LoaderAdjuster:
         self._look_s = look_s
         self._look_steps = look_steps
         self._hold_s = hold_s
-        self._loader: Adjustable | None = None
+        self._loader: BatchLoader[Any] | None = None
         self._setup: LoaderSetup | None = None
         """What has been kept so far; another loader of the run gets it, too."""
         self._first_requests = 0
@@ -132,12 +116,13 @@ class LoaderAdjuster:
         """Nothing is being tried, and whatever might help was tried not long ago."""
         self._begin(_Mark())
 
-    def after_step(self, loader: Adjustable, clock: StepClock) -> Event | None:
+    def after_step(self, loader: BatchLoader[Any], clock: StepClock) -> Event | None:
         """What was decided after this step, if anything: a record for the run's files."""
-        if loader.setup is None or loader.setup.workers == 0:
+        setup = loader.setup
+        if setup is None or setup.workers == 0:
             return None
         if loader is not self._loader:
-            self._adopt(loader)
+            self._adopt(loader, setup)
         if clock.steps <= self._steps:  # another epoch: the rest of the last one is not looked at
             self._begin(_Mark())
         self._steps = clock.steps
@@ -156,16 +141,15 @@ class LoaderAdjuster:
         # The sums of an epoch include the wait for its first batch, which no set-up of the loader can hide.
         if steps < self._look_steps or clock.total_s - self._mark.seconds < self._look_s:
             return None
-        look = self._look(loader, clock)
+        look = self._look(loader, setup, clock)
         if self._is_stall(look):
             return None
         self._looks.append(look)
-        return self._decide(loader) if trial is None else self._judge(loader, trial)
+        return self._decide(loader, setup) if trial is None else self._judge(loader, trial)
 
-    def _adopt(self, loader: Adjustable) -> None:
+    def _adopt(self, loader: BatchLoader[Any], setup: LoaderSetup) -> None:
         """Takes over the loader of another image size: with the same set-up, and everything may be tried again."""
-        self._loader, setup = loader, loader.setup
-        assert setup is not None
+        self._loader = loader
         self._first_requests = self._first_requests or setup.requests
         if self._setup is not None:
             loader.adjust(self._setup)
@@ -177,18 +161,16 @@ class LoaderAdjuster:
         self._begin(_Mark())
 
     def _begin(self, mark: _Mark) -> None:
-        """Begins a look."""
         self._mark = mark
         self._queued_s, self._ran_s = run_queue_s(), time.thread_time()
         self._ready, self._asked = 0.0, 0
 
-    def _look(self, loader: Adjustable, clock: StepClock) -> Look:
+    def _look(self, loader: BatchLoader[Any], setup: LoaderSetup, clock: StepClock) -> Look:
         before, now = self._mark, _mark(clock)
         first_s = (clock.first_wait_s or 0.0) if before.steps == 0 else 0.0
         seconds = max(1e-9, now.seconds - before.seconds - first_s)
         made_s = max(1e-9, now.made_s - before.made_s)
-        queued_s, setup = run_queue_s(), loader.setup
-        assert setup is not None
+        queued_s = run_queue_s()
         crowded_s = None if queued_s is None or self._queued_s is None else queued_s - self._queued_s
         cpu_s = None if now.cpu_s is None or before.cpu_s is None else now.cpu_s - before.cpu_s
         look = Look(
@@ -215,10 +197,7 @@ class LoaderAdjuster:
         self._stalls = self._stalls + 1 if stalled else 0
         return 0 < self._stalls <= MOST_STALLS
 
-    def _decide(self, loader: Adjustable) -> Event | None:
-        """Begins a trial, if something may help."""
-        setup = loader.setup
-        assert setup is not None
+    def _decide(self, loader: BatchLoader[Any], setup: LoaderSetup) -> Event | None:
         del self._looks[:-LOOKS]
         self._idle_looks = self._idle_looks + 1 if is_idle(self._looks[-1]) else 0
         if len(self._looks) < LOOKS or not is_steady(self._looks):
@@ -236,7 +215,7 @@ class LoaderAdjuster:
         self.is_settled = True
         return None
 
-    def _judge(self, loader: Adjustable, trial: _Trial) -> Event | None:
+    def _judge(self, loader: BatchLoader[Any], trial: _Trial) -> Event | None:
         """Keeps or undoes the change that was tried, once there is enough to compare."""
         if len(self._looks) < LOOKS:
             return None
@@ -250,7 +229,7 @@ class LoaderAdjuster:
         self._idle_looks = 0
         return _event("kept", change, rate_before=mean_of(trial.before).rate, rate_after=mean_of(self._looks).rate)
 
-    def _undo(self, loader: Adjustable, why: str) -> Event:
+    def _undo(self, loader: BatchLoader[Any], why: str) -> Event:
         trial = self._trial
         assert trial is not None
         assert self._setup is not None
@@ -266,10 +245,8 @@ class LoaderAdjuster:
         _, times = self._held.get((knob, is_more), (0.0, 0))
         self._held[knob, is_more] = time.monotonic() + min(MOST_HOLD_S, self._hold_s * 2**times), times + 1
 
-    def _room(self, loader: Adjustable) -> MemoryRoom:
+    def _room(self, loader: BatchLoader[Any]) -> MemoryRoom:
         state = self._read()
-        setup = loader.setup
-        assert setup is not None
         spare = None
         if state is not None:
             # Twice the mark below which the prefetch is reduced, as for raising that again.
@@ -303,7 +280,135 @@ def _mark(clock: StepClock) -> _Mark:
 
 
 def _event(decision: str, change: LoaderChange, *, why: str | None = None, **rates: float | None) -> Event:
-    """A record of a decision, as metrics.jsonl holds it."""
     rounded = {name: rate if rate is None else round(rate, 2) for name, rate in rates.items()}
     about = {"decision": decision, "knob": change.knob, "from": change.before, "to": change.after}
     return about | {"why": why or change.why} | rounded
+
+
+CHECK_EVERY_S = 1.0
+# Acts before earlyoom, which kills processes when 10 % of the memory is left; but 8 GB are enough on any host.
+LOW_SHARE = 0.12
+LOW_AT_MOST_BYTES = 8_000_000_000
+# With half of that left there is no time to reduce step by step.
+CRITICAL_PART = 0.5
+# If all processes wait for memory for a tenth of the time, the host is thrashing. Re-reading a large data set through
+# the page cache stalls as well, with plenty of memory; so stalls only count below twice the low mark.
+STALLED = 0.1
+STALLED_WITHIN = 2.0
+# Batches in flight have to be consumed before their memory is free.
+SETTLE_S = 5.0
+# A peak such as validation or another job on the host is over by then. A run that shrinks a second time has a leak or
+# is too large, and stays small.
+GROW_AFTER_S = 600.0
+
+
+class PrefetchGuard:
+    """Call `check` once per step with the loader of the step's batch: it reads a clock, and once a second a few small
+    files."""
+
+    def __init__(
+        self,
+        say: Say,
+        *,
+        read: Callable[[], MemoryState | None] = read_memory,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = CHECK_EVERY_S,
+        settle_s: float = SETTLE_S,
+        grow_after_s: float = GROW_AFTER_S,
+    ) -> None:
+        self._say = say
+        self._read = read
+        self._clock = clock
+        self._every_s = every_s
+        self._settle_s = settle_s
+        self._grow_after_s = grow_after_s
+        self._loader: BatchLoader[Any] | None = None
+        self._levels: list[int] = []
+        self._level = 0
+        """Position in `_levels`; kept when the loader changes."""
+        self._next_check = -1.0
+        self._settled_at = -1.0
+        self._calm_since: float | None = None
+        self._times_shrunk = 0
+
+    def check(self, loader: BatchLoader[Any]) -> None:
+        """Looks at memory, at most once a second, and reduces the loader's batches in flight if it runs low."""
+        if loader is not self._loader or loader.most_in_flight != self._levels[0]:
+            self._adopt(loader)
+        now = self._clock()
+        if now < self._next_check:
+            return
+        self._next_check = now + self._every_s
+        state = self._read()
+        if state is None:
+            return
+        low = min(LOW_SHARE * state.limit_bytes, LOW_AT_MOST_BYTES)
+        if is_short(state, low):
+            self._calm_since = None
+            if now >= self._settled_at:
+                self._shrink(state, now, at_once=state.available_bytes < CRITICAL_PART * low)
+        elif self._level:
+            self._maybe_grow(state, now, low)
+
+    def _adopt(self, loader: BatchLoader[Any]) -> None:
+        """Applies the current limit to another loader (another image size, or validation), or to one with other
+        workers."""
+        self._loader = loader
+        self._levels = in_flight_levels(loader.workers, loader.most_in_flight)
+        if self._level:
+            loader.limit_prefetch(self._target())
+
+    def _target(self) -> int:
+        return self._levels[min(self._level, len(self._levels) - 1)]
+
+    def _shrink(self, state: MemoryState, now: float, *, at_once: bool) -> None:
+        if self._level >= len(self._levels) - 1:
+            return
+        before = self._target()
+        self._level = len(self._levels) - 1 if at_once else self._level + 1
+        self._times_shrunk += 1
+        self._settled_at = now + self._settle_s
+        self._apply(f"memory is down to {size_text(state.available_bytes)} of {size_text(state.limit_bytes)}", before)
+
+    def _maybe_grow(self, state: MemoryState, now: float, low: float) -> None:
+        assert self._loader is not None
+        before = self._target()
+        larger = self._levels[min(self._level, len(self._levels) - 1) - 1]
+        needed = (larger - before) * self._loader.batch_bytes
+        if self._times_shrunk > 1 or state.available_bytes < 2 * low + needed:
+            self._calm_since = None
+            return
+        if self._calm_since is None:
+            self._calm_since = now
+        if now - self._calm_since >= self._grow_after_s:
+            self._calm_since = None
+            self._level = min(self._level, len(self._levels) - 1) - 1
+            self._apply(f"{size_text(state.available_bytes)} of memory are free again", before)
+
+    def _apply(self, reason: str, before: int) -> None:
+        assert self._loader is not None
+        after, workers = self._target(), max(1, self._loader.workers)
+        self._loader.limit_prefetch(after)
+        change = f"{before} -> {after} batches in flight"
+        if before % workers == after % workers == 0:
+            change = f"prefetch_factor {before // workers} -> {after // workers} ({change})"
+        self._say(f"{reason}: {change}")
+
+
+def is_short(state: MemoryState, low: float) -> bool:
+    """Whether so little memory is left, or processes wait for it so long, that fewer batches should be in flight."""
+    if state.available_bytes < low:
+        return True
+    return state.stalled is not None and state.stalled >= STALLED and state.available_bytes < STALLED_WITHIN * low
+
+
+def in_flight_levels(workers: int, most: int) -> list[int]:
+    """Batches in flight, level by level: halves the prefetch factor down to one, then the batches down to one."""
+    workers = max(1, workers)
+    levels, factor = [most], most // workers
+    while factor > 1:
+        factor //= 2
+        levels.append(factor * workers)
+    while levels[-1] > 1:
+        levels.append(levels[-1] // 2)
+    return levels

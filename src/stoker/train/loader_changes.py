@@ -102,7 +102,6 @@ class LoaderChange:
         return self.after > self.before
 
     def made(self, setup: LoaderSetup) -> LoaderSetup:
-        """The set-up with this change."""
         values: dict[str, int] = {self.knob: self.after}
         return replace(setup, **values)
 
@@ -144,7 +143,6 @@ def possible_changes(
 
 
 def is_idle(seen: Look) -> bool:
-    """Whether the loop had its batches before it asked for them."""
     return seen.wait_share <= WAITS_NEVER and seen.ready_share >= 0.5
 
 
@@ -164,7 +162,6 @@ def is_kept(change: LoaderChange, before: Sequence[Look], after: Sequence[Look])
 
 
 def needed_bytes(change: LoaderChange, setup: LoaderSetup, room: MemoryRoom) -> int:
-    """Memory that a change takes at most."""
     more = change.after - change.before
     if change.knob == "workers":
         return more * (setup.prefetch * room.batch_bytes + room.worker_bytes)
@@ -221,7 +218,6 @@ def _fits(change: LoaderChange, setup: LoaderSetup, room: MemoryRoom) -> bool:
 
 
 def _error(looks: Sequence[Look]) -> float:
-    """The standard error of the mean rate, as a share of it."""
     if len(looks) < 2:
         return 0.0
     rates = [look.rate for look in looks]

@@ -170,7 +170,6 @@ def train(run: Run, observer: Observer | None = None, saver: Saver | None = None
 def _train_epoch(
     run: Run, loader: Loader, observer: Observer, saver: Saver, reports: _Reports, agreement: Agreement
 ) -> None:
-    """The remaining steps of an epoch."""
     progress, clock = run.progress, run.clock
     # Below zero if epochs have become shorter: then this one is over.
     left = max(0, run.schedule.horizon.steps_per_epoch - progress.position // run.schedule.total_batch)
@@ -259,13 +258,10 @@ class _Reports:
         indices = [batch.indices for batch in group]
         step = _Step(progress.step, progress.epoch, lr, read, result.samples, result.judged, indices)
         self._waiting.append(step)
-        self._settle(self._lag)
+        self.settle(self._lag)
 
-    def settle(self) -> None:
-        """Reports all steps; waits for the device."""
-        self._settle(0)
-
-    def _settle(self, left: int) -> None:
+    def settle(self, left: int = 0) -> None:
+        """Reports all steps but the last `left`; waits for the device."""
         while len(self._waiting) > left:
             step = self._waiting.popleft()
             skipped, bad_here, loss = step.read()

@@ -100,12 +100,13 @@ def measure_range(run: Run, lrs: Sequence[float], progress: Advance, *, sweeps: 
     `epoch` is that of the first sweep: images have its size.
     """
     groups = _groups(run, epoch)
-    start = _State(run)
+    parts: tuple[Any, ...] = (run.model, run.step.optimizer, run.step.precision.scaler)
+    start = [copy.deepcopy(part.state_dict()) for part in parts]
     found: list[list[float | None]] = []
     diverged: list[float] = []
     for sweep in range(sweeps):
-        if sweep > 0:
-            start.restore()
+        for part, state in zip(parts, start, strict=True) if sweep > 0 else ():
+            part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps the tensors that it is given
         losses, end = _sweep(run, lrs, groups, sweep * len(lrs), lambda done: progress(done, sweeps * len(lrs)))
         found.append(losses)
         diverged += [] if end is None else [end]
@@ -149,34 +150,6 @@ def smooth(losses: Sequence[float] | Curve) -> Curve:
     return np.convolve(np.asarray(losses, np.float64), weights)[inside] / ones
 
 
-class RunningMean:
-    """An exponential moving mean, corrected for its start at zero."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-        self._weight = 0.0
-
-    def add(self, value: float) -> float:
-        self._sum = MEMORY * self._sum + (1 - MEMORY) * value
-        self._weight = MEMORY * self._weight + (1 - MEMORY)
-        return self._sum / self._weight
-
-
-class _State:
-    """A copy of what steps change, for the next sweep."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._parts: list[tuple[Any, Any]] = [
-            (part, copy.deepcopy(part.state_dict()))
-            for part in (run.model, run.step.optimizer, run.step.precision.scaler)
-        ]
-
-    def restore(self) -> None:
-        for part, state in self._parts:
-            part.load_state_dict(copy.deepcopy(state))  # an optimizer keeps the tensors that it is given
-
-
 def _sweep(
     run: Run,
     lrs: Sequence[float],
@@ -189,7 +162,7 @@ def _sweep(
     from stoker.train.optimizers import set_lr
 
     losses: list[float | None] = []
-    running, best = RunningMean(), math.inf
+    total, weight, best = 0.0, 0.0, math.inf
     run.step.model.train()
     # The rates first: zip then takes no batches for a step that is not made.
     for number, (lr, (epoch, group)) in enumerate(zip(lrs, groups, strict=False)):
@@ -198,7 +171,8 @@ def _sweep(
         loss = float(run.step(parts, done + number).loss)  # waits for the device
         losses.append(loss if math.isfinite(loss) else None)
         advance(done + number + 1)
-        mean = running.add(loss)
+        total, weight = MEMORY * total + (1 - MEMORY) * loss, MEMORY * weight + (1 - MEMORY)
+        mean = total / weight  # corrected for its start at zero
         if not math.isfinite(loss) or mean > DIVERGED * best:
             return losses, lr
         best = min(best, mean)

@@ -102,7 +102,6 @@ def _may_grow_bytes(config: HostConfig, kept: int) -> int:
 
 
 def _accelerator_facts(device: torch.device) -> AcceleratorFacts | None:
-    """Name and number of the devices; None on a CPU."""
     if device.type != "cuda":
         return None
     return AcceleratorFacts(name=torch.cuda.get_device_name(device), count=torch.cuda.device_count())

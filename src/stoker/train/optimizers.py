@@ -98,7 +98,6 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -208,7 +207,6 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
         assert closure is None
         found_inf = getattr(self, "found_inf", None)
         step = self.param_groups[0]["step"]

@@ -8,6 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, SupportsFloat, TextIO
 
@@ -34,7 +36,12 @@ class TrainLog:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path, self._stream = _new_file(folder)
+        stem = f"train_{time.strftime('%Y%m%d-%H%M%S')}"
+        for number in count(1):
+            self.path = folder / (f"{stem}.log" if number == 1 else f"{stem}-{number}.log")
+            with suppress(FileExistsError):
+                self._stream = self.path.open("x", encoding="utf-8", buffering=1)
+                return
 
     def write(self, text: str) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -49,17 +56,6 @@ class TrainLog:
             self._stream.close()
         except OSError:
             return
-
-
-def _new_file(folder: Path) -> tuple[Path, TextIO]:
-    stem = f"train_{time.strftime('%Y%m%d-%H%M%S')}"
-    number = 1
-    while True:
-        path = folder / (f"{stem}.log" if number == 1 else f"{stem}-{number}.log")
-        try:
-            return path, path.open("x", encoding="utf-8", buffering=1)
-        except FileExistsError:
-            number += 1
 
 
 class TrainProgress:
@@ -122,11 +118,9 @@ class TrainProgress:
         self._show(now_s, f"Train step {step}  ", metrics)
 
     def validation_begins(self, steps: int) -> None:
-        """Validation of that many batches begins."""
         self._begin("Validation", steps, 0)
 
     def validation_step(self) -> None:
-        """One more batch is validated."""
         self._done += 1
         now_s = time.monotonic()
         if now_s >= self._due_s or self._done == self._total:
@@ -149,7 +143,6 @@ class TrainProgress:
                 self._log.write(text)
 
     def close(self) -> None:
-        """Ends the progress line, and closes the log."""
         self._closed.set()
         self._finish_line()
         if self._log is not None:

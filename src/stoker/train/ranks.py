@@ -199,7 +199,6 @@ ONE_DEVICE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVIC
 
 
 def check_devices(config: HostConfig, machine: Machine, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuses a config that asks for more devices than this machine has."""
     present = machine.accelerators
     if present == 1 and sees_own_device(environment):
         return  # the other processes have the other devices

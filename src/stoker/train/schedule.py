@@ -16,6 +16,7 @@ PUBLISHED_SGD_BATCH = 1024
 FAR_ABOVE_PUBLISHED = 2.0
 # Share of a run with growing images if `resize_epochs` is not given.
 GROWING_SHARE = 0.8
+SIZE_STEP = 32
 
 
 @dataclass(frozen=True)
@@ -105,20 +106,19 @@ def lr_warning(optimizer: str, peak_lr: float, total_batch: int) -> str | None:
     )
 
 
-def image_size(epoch: int, start: int | None, final: int, epochs_until: int, multiple: int = 32) -> int:
+def image_size(epoch: int, start: int | None, final: int, epochs_until: int) -> int:
     """The side of the training images in an epoch: `start` in epoch 0, `final` from epoch `epochs_until` on.
 
-    In between it grows linearly, rounded to multiples of `multiple`: every size costs a compilation, and a network's
+    In between it grows linearly, rounded to multiples of 32: every size costs a compilation, and a network's
     strides should divide it. `start` and `final` are used as given.
     """
     assert epochs_until >= 1
-    assert multiple >= 1
     if start is None or epoch >= epochs_until:
         return final
     assert start <= final
     # In integers, so that it is the same on every machine. x / epochs_until is the size; halves are rounded up.
     x = start * epochs_until + (final - start) * max(epoch, 0)
-    rounded = (2 * x + multiple * epochs_until) // (2 * multiple * epochs_until) * multiple
+    rounded = (2 * x + SIZE_STEP * epochs_until) // (2 * SIZE_STEP * epochs_until) * SIZE_STEP
     return min(max(rounded, start), final) if epoch > 0 else start
 
 
@@ -127,9 +127,8 @@ def default_resize_epochs(epochs: int) -> int:
     return max(1, round(GROWING_SHARE * epochs))
 
 
-def all_sizes(start: int | None, final: int, epochs_until: int, multiple: int = 32) -> list[int]:
-    """Every image size of a run, smallest first."""
-    return sorted({image_size(epoch, start, final, epochs_until, multiple) for epoch in range(epochs_until + 1)})
+def all_sizes(start: int | None, final: int, epochs_until: int) -> list[int]:
+    return sorted({image_size(epoch, start, final, epochs_until) for epoch in range(epochs_until + 1)})
 
 
 @dataclass
@@ -156,7 +155,6 @@ class Progress:
     """Epochs since then."""
 
     def add_score(self, value: float, min_delta: float, metric: Metric = ACC1) -> None:
-        """Takes an epoch's value of the run's metric."""
         if metric.improves(value, self.best):
             self.best = value
         if metric.improves(value, self.to_beat, min_delta):

@@ -50,11 +50,6 @@ class Pending(NamedTuple):
     """May be called again: an attempt that runs out of memory is repeated."""
 
 
-def ready(batch: Prepared) -> Pending:
-    """A batch that is already prepared."""
-    return Pending(len(batch.labels), lambda: batch)
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What one step computed; tensors stay on the device."""
@@ -156,7 +151,9 @@ class TrainStep:
     def _add_piece(self, piece: Prepared, share: float, sums: _Sums, *, last: bool) -> None:
         """Adds the gradients of one piece. Nothing of its forward pass is alive afterwards: with CUDA graphs, the next
         forward pass overwrites it."""
-        with self._no_sync(unless=last and not self._guarded):
+        model: Any = self.model
+        apart = isinstance(model, DistributedDataParallel) and (self._guarded or not last)
+        with model.no_sync() if apart else nullcontext():
             with self.precision.autocast():
                 logits = self.model(piece.inputs)
                 loss = self.loss(logits, piece.targets) * share
@@ -220,11 +217,6 @@ class TrainStep:
         parts = torch.split(flat, [gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
-
-    def _no_sync(self, *, unless: bool) -> Any:
-        if isinstance(self.model, DistributedDataParallel) and not unless:
-            return self.model.no_sync()
-        return nullcontext()
 
     def _halve(self) -> None:
         if self.micro_batch == 1:

@@ -8,8 +8,8 @@ the device goes through an `Uploader`, which keeps the source alive until the de
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -29,37 +29,9 @@ MOST_AHEAD = 2
 """Batches that are prepared before the model is done with them; each one more would take the memory of its inputs."""
 
 
-class Passing(Protocol):
-    """A point in a device's queue, such as a CUDA event."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-    def synchronize(self) -> Any:
-        """Returns once the device has passed it."""
-
-
-class DeviceQueue(Protocol):
-    """The queues of an asynchronous device: one for the model, one beside it for the next batch."""
-
-    def aside(self) -> AbstractContextManager[Any]:
-        """Work queued inside the block runs beside the model's work."""
-
-    def copy(self, source: Tensor) -> Tensor:
-        """A copy on the device, made when its turn comes; the source must not change before."""
-
-    def mark(self) -> Passing:
-        """A point after everything that is queued so far, in the queue of the current context."""
-
-    def join(self, ready: Passing, tensors: Sequence[Tensor]) -> None:
-        """The model's queue waits for `ready`; the tensors made aside are used there from now on."""
-
-    def fetch(self, source: Tensor) -> Callable[[], list[float]]:
-        """Starts to copy a few numbers to the host; the function waits for that copy, and for nothing after it."""
-
-
 class CudaQueue:
-    """Streams of a CUDA (or ROCm) device. GPU only: tests use stand-ins with the same methods."""
+    """Streams of a CUDA (or ROCm) device: one for the model, one beside it for the next batch. GPU only: tests use
+    stand-ins with the same methods."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,29 +39,33 @@ class CudaQueue:
         self._pinned: deque[Tensor] = deque()
 
     def aside(self) -> AbstractContextManager[Any]:
+        """Work queued inside the block runs beside the model's work."""
         return torch.cuda.stream(self._side)
 
     def copy(self, source: Tensor) -> Tensor:
+        """A copy on the device, made when its turn comes; the source must not change before."""
         if source.nbytes <= SMALL_BYTES and not source.is_pinned():
             # From ordinary memory the driver may wait for the queue before it copies. Labels and choices go through
             # page-locked memory that torch keeps, and reuses when their copies have passed; images are there already.
             source = source.pin_memory()
         return source.to(self._device, non_blocking=True)
 
-    def mark(self) -> Passing:
+    def mark(self) -> torch.cuda.Event:
+        """A point after everything that is queued so far, in the queue of the current context."""
         # Blocking: a host that waits must leave its core to the workers.
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
-        passing: Passing = event
-        return passing
+        return event
 
-    def join(self, ready: Passing, tensors: Sequence[Tensor]) -> None:
+    def join(self, ready: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
+        """The model's queue waits for `ready`; the tensors made aside are used there from now on."""
         model = torch.cuda.current_stream(self._device)
-        model.wait_event(ready)  # type: ignore[arg-type]
+        model.wait_event(ready)
         for tensor in tensors:
             tensor.record_stream(model)  # the allocator must not reuse it while the model reads it
 
     def fetch(self, source: Tensor) -> Callable[[], list[float]]:
+        """Starts to copy a few numbers to the host; the function waits for that copy, and for nothing after it."""
         there = self._pinned.popleft() if self._pinned else torch.empty(source.shape, pin_memory=True)
         there.copy_(source, non_blocking=True)
         arrived = self.mark()
@@ -103,7 +79,7 @@ class CudaQueue:
         return read
 
 
-def queue_of(device: torch.device) -> DeviceQueue | None:
+def queue_of(device: torch.device) -> CudaQueue | None:
     """The queues of a device; None if it computes in the host's memory while the host waits."""
     return CudaQueue(device) if device.type == "cuda" else None
 
@@ -117,12 +93,12 @@ def batches_in_hand(accumulation: int, *, on_gpu: bool) -> int:
 class Uploader:
     """Prepares batches on the device, at most a few ahead of the model, and owns the copies that this takes."""
 
-    def __init__(self, queue: DeviceQueue | None) -> None:
+    def __init__(self, queue: CudaQueue | None) -> None:
         self.queue = queue
         self._copying: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._sources: list[Tensor] = []
-        self._in_flight: deque[tuple[Passing, list[Tensor]]] = deque()
-        self._model_work: deque[Passing] = deque()
+        self._in_flight: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+        self._model_work: deque[torch.cuda.Event] = deque()
 
     def copy(self, source: Tensor) -> Tensor:
         """A copy on the device; call it inside `prepare`."""
@@ -144,9 +120,15 @@ class Uploader:
             return make()
         self._hold_back(self.queue)
         self._copying = copying
-        with self._aside(self.queue) as ready:
-            made = make()
-        self.queue.join(ready[0], made.tensors)
+        with self.queue.aside():
+            try:
+                made = make()
+            finally:
+                # Also after an error: copies that were started still read their sources.
+                ready = self.queue.mark()
+                self._in_flight.append((ready, self._sources))
+                self._sources = []
+        self.queue.join(ready, made.tensors)
         return made
 
     def fetch(self, source: Tensor) -> Callable[[], list[float]]:
@@ -155,24 +137,11 @@ class Uploader:
             return source.tolist
         return self.queue.fetch(source)
 
-    @contextmanager
-    def _aside(self, queue: DeviceQueue) -> Iterator[list[Passing]]:
-        ready: list[Passing] = []
-        with queue.aside():
-            try:
-                yield ready
-            finally:
-                # Also after an error: copies that were started still read their sources.
-                mark = queue.mark()
-                ready.append(mark)
-                self._in_flight.append((mark, self._sources))
-                self._sources = []
-
-    def _hold_back(self, queue: DeviceQueue) -> None:
+    def _hold_back(self, queue: CudaQueue) -> None:
         self._model_work.append(queue.mark())
         if len(self._model_work) > MOST_AHEAD:
             self._model_work.popleft().synchronize()
-        while self._in_flight and self._in_flight[0][0].query():
+        while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
             self._in_flight.popleft()
 
     def finish(self) -> None:

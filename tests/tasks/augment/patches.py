@@ -29,9 +29,8 @@ def batch_of(
     label: str | None = "uint8",
     channels: int = 1,
     keys: Any = None,
-    same: bool = False,
 ) -> PatchBatch:
-    """A batch whose regions are random; with `same`, the label of each is its image's first channel."""
+    """A batch whose regions are random."""
     samples = len(transforms)
     keys = keys_for(samples) if keys is None else keys
     start = (3, 4, 5)
@@ -43,7 +42,7 @@ def batch_of(
         image_part, label_part = layout.parts(row, region.shape)
         image_part[...] = random.integers(0, 200, image_part.shape)
         if label_part is not None:
-            label_part[...] = image_part[0] if same else random.integers(0, 3, label_part.shape)
+            label_part[...] = random.integers(0, 3, label_part.shape)
     return PatchBatch(
         images=torch.from_numpy(rows), layout=layout, patch=patch,
         shapes=np.array([region.shape for region in regions]),

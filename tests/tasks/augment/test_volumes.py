@@ -59,27 +59,6 @@ def test_rotated_and_scaled_patches_are_scipy_s(image: str, patch: tuple[int, in
         np.testing.assert_array_equal(labels[slot].numpy()[~half_way], expected[~half_way])
 
 
-def test_a_turn_by_resampling_is_the_turn_by_swapping_axes() -> None:
-    # A hair away from a quarter turn: the same voxels, but computed.
-    turned, rotated = Transform((0, 2, 1), (False, False, True)), Transform(angles=(np.pi / 2 + 1e-9, 0, 0))
-    patch = (6, 9, 9)
-    plain, computed = (batch_of([one], patch=patch, keys=np.array([5], np.uint64)) for one in (turned, rotated))
-    assert plain.plain.all()
-    assert not computed.plain.any()
-    # The regions differ by the voxel that rounding adds, so both are filled from one volume.
-    volume = np.random.default_rng(0).integers(0, 200, (30, 30, 30), dtype=np.uint8)
-    for batch in (plain, computed):
-        z, y, x = 3 - (np.array(batch.shapes[0]) - patch) // 2
-        depth, height, width = batch.shapes[0]
-        image, label = batch.layout.parts(batch.images[0].numpy(), batch.shapes[0])
-        image[0] = label[...] = volume[z : z + depth, y : y + height, x : x + width]
-    found = [raw().prepare(one, same) for one in (plain, computed)]
-    assert torch.allclose(found[0][0], found[1][0], atol=1e-2)
-    assert found[0][1] is not None
-    assert found[1][1] is not None
-    assert torch.equal(found[0][1], found[1][1])
-
-
 def test_voxels_are_normalised_by_their_volume_by_their_patch_or_by_the_range_of_their_type() -> None:
     batch = batch_of(drawn(3, ROTATED), channels=2)
     plain, _ = raw(channels=2).prepare(batch, same)

@@ -118,15 +118,6 @@ def test_a_missing_decoder_is_left_out(files: list[bytes]) -> None:
     assert set(measure(["nothing-of-this-name", "pillow"], files, 64, CAP)) == {"pillow"}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "not json", '{"a": 1}'])
-def test_a_damaged_cache_is_ignored(files: list[bytes], content: str, cache_file: Path, replace_trial: Replace) -> None:
-    replace_trial(trials.by_length)
-    cache_file.parent.mkdir(parents=True)
-    cache_file.write_text(content)
-    assert not choose_fastest(NAMES, files, 64, CAP).remembered
-    assert choose_fastest(NAMES, files, 64, CAP).remembered
-
-
 def test_a_damaged_entry_is_measured_again(files: list[bytes], cache_file: Path, replace_trial: Replace) -> None:
     replace_trial(trials.by_length)
     choose_fastest(NAMES, files, 64, CAP)
@@ -134,12 +125,3 @@ def test_a_damaged_entry_is_measured_again(files: list[bytes], cache_file: Path,
         known = json.loads(cache_file.read_text())
         cache_file.write_text(json.dumps(dict.fromkeys(known, damage)))
         assert not choose_fastest(NAMES, files, 64, CAP).remembered
-
-
-def test_an_unwritable_cache_is_not_an_error(
-    files: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace_trial: Replace
-) -> None:
-    replace_trial(trials.by_length)
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert choose_fastest(NAMES, files, 64, CAP).choice == "pillow"

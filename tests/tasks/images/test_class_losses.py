@@ -8,7 +8,7 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torch.testing import assert_close
 
 from stoker.config import Config
-from stoker.tasks.images.augment.mixing import soft_targets
+from stoker.tasks.images.augment.pipeline import soft_targets
 from stoker.tasks.images.models import binary_cross_entropy, build_loss, cross_entropy
 
 CLASSES = 11

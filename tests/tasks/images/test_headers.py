@@ -17,52 +17,32 @@ CAP = 178_956_970
 GOOD = images.jpegs() | images.other_kinds()
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_format_and_size_agree_with_pillow(name: str) -> None:
-    header = read_header(GOOD[name], CAP)
-    with Image.open(io.BytesIO(GOOD[name])) as image:
-        assert header.kind == image.format.lower()
-        assert (header.width, header.height) == ImageOps.exif_transpose(image).size == (157, 119)
+def test_format_and_size_agree_with_pillow() -> None:
+    for name, data in GOOD.items():
+        header = read_header(data, CAP)
+        with Image.open(io.BytesIO(data)) as image:
+            assert header.kind == image.format.lower(), name
+            assert (header.width, header.height) == ImageOps.exif_transpose(image).size == (157, 119), name
 
 
-@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
-def test_any_buffer_type_works(wrap: type) -> None:
-    assert read_header(wrap(GOOD["jpeg-exif-6"]), CAP) == read_header(GOOD["jpeg-exif-6"], CAP)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_orientation_is_read_and_sides_are_swapped_by_it(orientation: int, kind: str) -> None:
-    header = read_header(images.oriented(images.quadrants(), orientation, kind), CAP)
-    assert header.orientation == orientation
-    assert (header.width, header.height) == (96, 64)
-    assert (header.stored_width, header.stored_height) == ((64, 96) if orientation >= 5 else (96, 64))
+def test_orientation_is_read_and_sides_are_swapped_by_it(kind: str) -> None:
+    for orientation in range(1, 9):
+        header = read_header(images.oriented(images.quadrants(), orientation, kind), CAP)
+        assert header.orientation == orientation
+        assert (header.width, header.height) == (96, 64)
+        assert (header.stored_width, header.stored_height) == ((64, 96) if orientation >= 5 else (96, 64))
 
 
-@pytest.mark.parametrize("name", ["444", "422", "420", "440", "411"])
-@pytest.mark.parametrize("progressive", [False, True])
-def test_the_layout_of_a_jpeg_is_known(name: str, progressive: bool) -> None:
-    layout = read_header(images.jpeg(images.smooth(), name, progressive=progressive), CAP).jpeg
-    assert layout is not None
-    assert (layout.subsampling, layout.progressive, layout.colour, layout.precision) == (name, progressive, "ycc", 8)
-
-
-def test_unusual_colours_of_a_jpeg_are_known() -> None:
+def test_the_layout_of_a_jpeg_is_known() -> None:
+    for name in ("444", "422", "420", "440", "411"):
+        for progressive in (False, True):
+            layout = read_header(images.jpeg(images.smooth(), name, progressive=progressive), CAP).jpeg
+            assert layout is not None
+            seen = layout.subsampling, layout.progressive, layout.colour, layout.precision
+            assert seen == (name, progressive, "ycc", 8)
     colours = {name: read_header(GOOD[f"jpeg-{name}"], CAP).jpeg.colour for name in ("grey", "cmyk", "ycck", "rgb")}
     assert colours == {"grey": "grey", "cmyk": "cmyk", "ycck": "cmyk", "rgb": "rgb"}
-
-
-@pytest.mark.parametrize("name", ["empty", "one byte", "text named .jpg", "html", "svg", "zeros", "jpeg without frame"])
-def test_a_file_that_is_not_an_image_is_refused_with_a_reason(name: str) -> None:
-    with pytest.raises(BadImage) as caught:
-        read_header(images.bad_images()[name], CAP)
-    assert caught.value.reason
-
-
-def test_a_decompression_bomb_is_refused_by_its_header() -> None:
-    for name in ("png bomb", "jpeg of 65500x65500"):
-        with pytest.raises(BadImage, match="decompression bomb"):
-            read_header(images.bad_images()[name], CAP)
 
 
 def test_the_size_limit_counts_pixels_and_is_set_by_the_caller() -> None:

@@ -12,7 +12,7 @@ import pytest
 import tifffile
 
 from stoker.core.errors import UserError
-from stoker.tasks.demo import UNLABELLED, scroll_volume, write_scrolls
+from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.cases.cases import Case, open_cases
 from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
@@ -24,11 +24,6 @@ from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules, check_pai
 def scrolls(tmp_path: Path) -> Path:
     write_scrolls(tmp_path / "scrolls", volumes=6, shape=(16, 16, 16), scrolls=3)
     return tmp_path / "scrolls"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def touch(path: Path, content: bytes = b"x") -> None:
@@ -207,22 +202,6 @@ def test_labels_that_are_no_classes_are_refused_with_the_id() -> None:
     with pytest.raises(BadLabels, match="c7") as caught:
         rules.check_kind("c7", ArrayVolume("x", np.zeros((2, 2, 2), np.float32)))
     assert caught.value.name == "float-labels"
-
-
-def test_made_up_scrolls_look_like_the_competitions() -> None:
-    image, label = scroll_volume((64, 64, 64), seed=5, scroll=1)
-    again, same_label = scroll_volume((64, 64, 64), seed=5, scroll=1)
-    assert np.array_equal(image, again)
-    assert np.array_equal(label, same_label)
-    assert not np.array_equal(image, scroll_volume((64, 64, 64), seed=6, scroll=1)[0])
-    shares = np.bincount(label.reshape(-1)) / label.size
-    assert shares[UNLABELLED] == pytest.approx(0.58, abs=0.001)
-    assert 0.03 < shares[1] < 0.10
-    assert image.dtype == label.dtype == np.uint8
-    # A sheet is brighter than what lies between, and noise alone does not tell them apart.
-    assert image[label == 1].mean() > image[label == 0].mean() + 2 * image[label == 0].std()
-    runs = (label[:, :, 1:] == 1) & (label[:, :, :-1] != 1)
-    assert (label == 1).sum() / runs.sum() < 6
 
 
 def test_written_scrolls_are_the_same_for_the_same_seed(tmp_path: Path) -> None:

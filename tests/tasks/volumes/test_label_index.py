@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,22 +147,17 @@ def test_a_kept_map_is_opened_without_pythons_parser(tmp_path: Path, monkeypatch
         assert label_index._load(file) is None
 
 
-def test_a_cache_that_cannot_be_written_costs_only_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_box_has_only_its_own_labels_with_and_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     label = scroll_volume((20, 30, 40), 0)[1]
-    index = build_label_index([saved(tmp_path, "a", label)], OpenVolumes(), RULES)
-    check(index[0], label, 2)
-
-
-def test_a_box_has_only_its_own_labels(tmp_path: Path) -> None:
-    label = scroll_volume((20, 30, 40), 0)[1]
-    whole_case = saved(tmp_path, "a", label)
-    box = Region((5, 0, 0), (12, 30, 40))
-    part = Case("a", "a", whole_case.images, whole_case.label, box)
-    index = build_label_index([whole_case, part], OpenVolumes(), RULES)
-    check(index[0], label, 2)
-    check(index[1], label[box.slices], 2)
+    case, box = saved(tmp_path, "a", label), Region((5, 0, 0), (12, 30, 40))
+    for cache in ("cache", "file"):  # a file is no folder to write to: that costs only the pass
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        index = build_label_index([case, replace(case, box=box)], OpenVolumes(), RULES)
+        check(index[0], label, 2)
+        check(index[1], label[box.slices], 2)
 
 
 def test_bad_labels_are_refused_with_the_id_and_bad_files_set_aside(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,10 @@ from scipy.ndimage import map_coordinates
 
 from stoker.core.errors import UserError
 from stoker.tasks.demo import scroll_volume
-from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape, read_padded
+from stoker.tasks.volumes.formats.volume import ArrayVolume, Shape, read_padded
 from stoker.tasks.volumes.patches.label_index import LabelIndex, map_labels
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patches import (
-    GridPatches,
     Placement,
     RandomPatches,
     Transform,
@@ -53,12 +53,10 @@ def placed(patches: RandomPatches, epoch: int, positions: Any) -> list[Placement
 
 def test_a_patch_follows_from_seed_epoch_and_position_alone(index: LabelIndex) -> None:
     patches = RandomPatches(PATCH, SHAPES, index, seed=3, transforms=EVERYTHING)
-    together = placed(patches, 5, np.arange(200))
-    assert [placed(patches, 5, [position])[0] for position in range(200)] == together
-    assert placed(patches, 5, np.arange(130, 200)) == together[130:]
-    assert placed(RandomPatches(PATCH, SHAPES, index, seed=3, transforms=EVERYTHING), 5, range(200)) == together
-    assert placed(patches, 6, np.arange(200)) != together
-    assert placed(RandomPatches(PATCH, SHAPES, index, seed=4, transforms=EVERYTHING), 5, range(200)) != together
+    together = placed(patches, 5, np.arange(100))
+    assert [placed(patches, 5, [position])[0] for position in range(100)] == together
+    assert placed(patches, 6, np.arange(100)) != together
+    assert placed(replace(patches, seed=4), 5, range(100)) != together
 
 
 @pytest.mark.parametrize("transforms", [TransformRange(), EVERYTHING], ids=["plain", "everything"])
@@ -170,22 +168,6 @@ def test_a_grid_leaves_no_voxel_out(size: int, length: int, overlap: float) -> N
         assert max(np.diff(starts)) <= max(1, length * (1 - overlap)) + 1
 
 
-def test_a_grid_numbers_the_patches_of_all_cases() -> None:
-    grid = GridPatches(PATCH, SHAPES, overlap=0.5)
-    positions = np.arange(len(grid))
-    cases = grid.cases(0, positions)
-    found = grid.place(cases, grid.keys(0, positions), positions)
-    axes = [[grid_starts(size, length, 0.5) for size, length in zip(shape, PATCH, strict=True)] for shape in SHAPES]
-    expected = [(case, start) for case in range(3) for start in itertools.product(*axes[case])]
-    assert [(one.case, one.start) for one in found] == expected
-    for case, shape in enumerate(SHAPES):
-        covered = np.zeros(shape, bool)
-        for one in found:
-            if one.case == case:
-                covered[one.region.within(shape).slices] = True
-        assert covered.all()
-
-
 def test_ranks_share_the_patches_of_a_step_and_an_epoch_has_as_many_updates_as_asked(index: LabelIndex) -> None:
     for batch, accumulate, world in ((1, 1, 1), (2, 4, 1), (3, 2, 5)):
         assert training_steps(250, batch, accumulate=accumulate, world=world).count() == 250 * accumulate
@@ -225,9 +207,3 @@ def test_cases_without_a_label_are_left_out_and_if_all_are_it_is_an_error(index:
     with pytest.raises(UserError) as caught:
         check_labelled(LabelIndex([empty], empty.counts[None]), ["a"])
     assert caught.value.name == "no-labelled-voxel"
-
-
-def test_a_region_is_cut_at_the_border() -> None:
-    box = Region((-2, 1, 3), (4, 9, 30))
-    assert box.within((5, 5, 20)) == Region((0, 1, 3), (4, 5, 20))
-    assert Region((9, 0, 0), (12, 5, 5)).within((5, 5, 5)).voxels == 0

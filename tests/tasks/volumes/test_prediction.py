@@ -23,12 +23,14 @@ from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
 from stoker.tasks.volumes.predict.segmenter import (
     Carried,
     Segmenter,
+    SlidingWindow,
+    WindowGrid,
     decided,
     predict_volume,
     predicted_mask,
+    prediction_size,
     scaled,
 )
-from stoker.tasks.volumes.predict.windows import SlidingWindow, WindowGrid, prediction_size
 from stoker.train.compute import Precision
 
 CPU = torch.device("cpu")

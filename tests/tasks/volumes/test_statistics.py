@@ -51,7 +51,6 @@ def test_a_volume_without_variation_can_still_be_divided_by() -> None:
 def test_volumes_are_measured_once_and_again_when_their_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     random = np.random.default_rng(2)
     cases = [case(tmp_path / f"{n}.npy", random.integers(0, 50 * (n + 1), (8, 8, 8), np.uint8)) for n in range(3)]
     means, stds = statistics_of(cases, OpenVolumes(), "volume")

@@ -37,8 +37,7 @@ from stoker.tasks.contact_sheet import (
     range_text,
     shown_side,
 )
-from stoker.tasks.images.augment.mixing import Recipe
-from stoker.tasks.images.augment.pipeline import Colour
+from stoker.tasks.images.augment.pipeline import Colour, Recipe
 from stoker.tasks.images.classify import (
     checked_training_plan,
     colours_of_name,

@@ -23,7 +23,7 @@ from stoker.config.schema import ALIASES
 from stoker.core.console import Say
 from stoker.core.errors import UserError, did_you_mean
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
-from stoker.tasks.images.augment.mixing import soft_targets
+from stoker.tasks.images.augment.pipeline import soft_targets
 from stoker.tasks.images.layouts.imagenet import synsets
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.light_timm import timm

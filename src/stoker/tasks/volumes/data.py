@@ -339,12 +339,10 @@ def survey_cases(
 
 
 def split_rule(config: Config) -> SplitRule:
-    """How cases are divided into training and validation."""
     return SplitRule(config.split_by, config.folds, config.fold, config.split_margin, config.subset_seed)
 
 
 def patch_rule(config: Config) -> PatchRule:
-    """The shape and sampling of patches."""
     assert config.patch_size is not None, "the config was checked"
     return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
 

@@ -40,8 +40,6 @@ batch 2. These are the planner's patches for large volumes of cubic voxels."""
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a network is built for."""
-
     channels: int
     classes: int
     patch: Shape
@@ -138,7 +136,7 @@ def build_volume_model(
             hint=f"patch_size={[2 * max(edge, SMALLEST_EDGE) for edge in _product(architecture.strides(_USUAL))]}",
         )
     if indivisible == "refuse" and any(edge % step for edge, step in zip(patch, divisor, strict=True)):
-        raise _does_not_fit(name, patch, divisor, architecture.strides)
+        raise _does_not_fit(name, patch, divisor)
     wanted = Wanted(channels, classes, patch, deep_supervision, dropout)
     # No device in the list: the weights are drawn on the CPU, or nowhere (fake tensors).
     with torch.random.fork_rng(devices=[]):
@@ -153,7 +151,6 @@ def build_volume_model(
 
 
 def volume_model_names() -> list[str]:
-    """The names that `model` takes for volumes."""
     return sorted(ARCHITECTURES)
 
 
@@ -225,8 +222,8 @@ def _nearest(patch: Shape, strides: Callable[[Shape], list[Shape]], step: int) -
     return as_shape(sizes)
 
 
-def _does_not_fit(name: str, patch: Shape, divisor: Shape, strides: Callable[[Shape], list[Shape]]) -> UserError:
-    near = [size for step in (-1, 1) if (size := _nearest(patch, strides, step)) is not None]
+def _does_not_fit(name: str, patch: Shape, divisor: Shape) -> UserError:
+    near = [size for size in fitting_patches(name, patch) if size is not None]
     padded = [-(-edge // step) * step for edge, step in zip(patch, divisor, strict=True)]
     more = math.prod(padded) / math.prod(patch)
     return UserError(

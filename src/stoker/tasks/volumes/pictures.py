@@ -6,12 +6,14 @@ darkened and hatched, so that they are not mistaken for background.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.tasks.contact_sheet import Picture, SheetRow
 from stoker.tasks.volumes.formats.volume import Region, Volume, as_shape
 
 Pixels = NDArray[np.uint8]
@@ -114,6 +116,18 @@ def with_errors(cut: Cut) -> Pixels:
     _paint(pixels, cut.known & ~same & (cut.label != 0), MISSED)
     _paint(pixels, cut.known & ~same & (cut.label == 0), INVENTED)
     return _finished(pixels, cut.known)
+
+
+def cuts_row(cuts: Sequence[Cut], title: str) -> SheetRow:
+    """Image, label, prediction and errors of the first cut, and the errors of the others."""
+    first = cuts[0]
+    pictures = [
+        Picture(plain(first.image), ("image",), (first.name,)),
+        Picture(with_classes(first.image, first.label, first.known), ("label",), (first.name,)),
+        Picture(with_classes(first.image, first.prediction), ("prediction",), (first.name,)),
+    ]
+    pictures += [Picture(with_errors(cut), ("errors",), (f"{cut.name} · {cut.wrong:,} wrong voxels",)) for cut in cuts]
+    return SheetRow(tuple(pictures), title)
 
 
 def squared(pixels: Pixels) -> Pixels:

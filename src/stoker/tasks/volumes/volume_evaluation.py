@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from json import dumps
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from stoker.config import Config, load_config
 from stoker.config.volume_keys import PredictionKeys
-from stoker.core.console import Advance, Answer, Say, progress_bar, say, some
+from stoker.core.console import Advance, Answer, Say, format_table, progress_bar, say, shown, some
 from stoker.core.errors import UsageError, UserError
 from stoker.core.files import write_bytes, write_text
 from stoker.core.units import count, size_text
@@ -22,7 +21,7 @@ from stoker.io.stores import ReadFailure
 from stoker.profile.host import HostConfig, usable_cpus
 from stoker.profile.memory import read_memory
 from stoker.run.folder import RunFolder, run_of
-from stoker.tasks.contact_sheet import draw_sheet
+from stoker.tasks.contact_sheet import Sheet, SheetSection, draw_sheet
 from stoker.tasks.volumes.cases.cases import Case, open_cases, volumes_in
 from stoker.tasks.volumes.cases.places import place_at, ref_to
 from stoker.tasks.volumes.cases.split import divide
@@ -32,14 +31,21 @@ from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Volume, whole
 from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
 from stoker.tasks.volumes.patches.labels import LabelRules
-from stoker.tasks.volumes.pictures import worst_cuts
-from stoker.tasks.volumes.predict.postprocess import check_chain, parse_chain, post_processed
-from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
-from stoker.tasks.volumes.predict.windows import SlidingWindow
+from stoker.tasks.volumes.pictures import ERROR_LEGEND, Cut, cuts_row, worst_cuts
+from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain, parse_chain, post_processed
+from stoker.tasks.volumes.predict.segmenter import SlidingWindow, predicted_mask, segmenter_of
 from stoker.tasks.volumes.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
-from stoker.tasks.volumes.scores.whole import ScoreName, Spacing, score_surface, score_volume
+from stoker.tasks.volumes.scores.whole import (
+    ISOTROPIC,
+    ClassScores,
+    ScoreName,
+    Spacing,
+    VolumeScores,
+    mean_of,
+    score_surface,
+    score_volume,
+)
 from stoker.tasks.volumes.segment import open_trained
-from stoker.tasks.volumes.volume_results import Judged, ScoreOptions, VolumeEvaluation, evaluation_text, sheet_of
 
 COMPETITION_IGNORE = 2
 MEMORY_SHARE = 0.8
@@ -49,6 +55,32 @@ SCORES_FILE, SHEET_FILE = "scores.json", "worst.png"
 REPORTED, REPORTED_SIDE, REPORTED_BYTES = 4, 180, 1_000_000
 LARGEST_SIDE = 320
 """Side of a picture on the sheet: a volume of the competition is drawn voxel by voxel."""
+MOST_LISTED = 20
+"""Volumes in the text; `--json` and `--out` have all."""
+_COMPETITION = {
+    "score": "score of the competition", "topo_score": "topology", "surface_dice_2": "surface Dice at 2",
+    "voi_score": "VOI score",
+}  # fmt: skip
+_WORDS = {"dice": "Dice", "iou": "IoU", "surface_dice": "surface Dice", **_COMPETITION}
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    score: ScoreName
+    tolerance: float
+    spacing: Spacing
+    """Spacing of the voxels, in the tolerance's unit."""
+    threshold: float | None
+    """Probability above which a voxel is of class 1; None for the most probable class."""
+    post: tuple[PostStep, ...]
+    """What is done to a mask before it is scored."""
+    pictures: int
+    """Number of volumes, the worst ones, of which planes are kept."""
+
+    @property
+    def chain(self) -> str:
+        """The steps of `post`, as in `predict_postprocess`."""
+        return ",".join(map(str, self.post))
 
 
 def _scoring(config: Config, score: ScoreName, spacing: Spacing, pictures: int) -> ScoreOptions:
@@ -72,14 +104,17 @@ class Chosen:
     """The split in words."""
 
 
-class _Judge:
-    """Scores volumes, `about.left` in all, sorts them, and keeps planes of the worst. The scores are written after
-    every volume: an evaluation can take a night, and Ctrl-C must not lose it."""
+class VolumeEvaluation:
+    """Scores volumes, `total` in all, sorts them, the worst first, and keeps planes of the worst. The scores are
+    written after every volume: an evaluation can take a night, and Ctrl-C must not lose it."""
 
-    def __init__(self, about: VolumeEvaluation, title: str, out: Path | None, run: RunFolder | None = None) -> None:
-        self._about, self._scoring, self._total = about, about.scoring, about.left
-        self._title, self._out, self._run = title, out, run
-        self._judged: list[Judged] = []
+    def __init__(
+        self, source: dict[str, Any], place: str, scoring: ScoreOptions, total: int, title: str, out: Path | None
+    ) -> None:
+        self._source, self._place, self._scoring, self._total = source, place, scoring, total
+        self._title, self._out = title, out
+        self._volumes: list[VolumeScores] = []
+        self._cuts: dict[str, tuple[Cut, ...]] = {}
         self._unreadable: list[tuple[str, str]] = []
         self._warned = False
         if out is not None:
@@ -89,6 +124,11 @@ class _Judge:
                 raise UserError(
                     "out-not-writable", f"{out} cannot be created: {error.strerror or error}", hint="--out scores"
                 ) from None
+
+    @property
+    def number(self) -> str:
+        """The number of the next volume, for a progress bar."""
+        return f"{len(self._volumes) + len(self._unreadable) + 1} of {self._total}:"
 
     def add(
         self, name: str, image: Volume, prediction: NDArray[Any], label: NDArray[Any], classes: int, ignore: int | None
@@ -103,53 +143,95 @@ class _Judge:
             if scoring.score == "vesuvius-surface":
                 competition = score_surface(prediction, label, ignore, self._processes(label.shape), advance)
                 scores = replace(scores, competition=competition)
-        worst = heapq.nsmallest(scoring.pictures, [*(one.scores.rank for one in self._judged), scores.rank])
-        cuts = worst_cuts(image, label, prediction, ignore) if scores.rank in worst else ()
-        self._judged.append(Judged(scores, cuts))
-        self._judged.sort(key=lambda one: (one.scores.rank, one.scores.id))
-        # Planes of a volume that is no longer among the worst are dropped.
-        for place in range(scoring.pictures, len(self._judged)):
-            self._judged[place] = Judged(self._judged[place].scores)
+        self._volumes = sorted([*self._volumes, scores], key=lambda one: (one.rank, one.id))
+        worst = {one.id for one in self._volumes[: scoring.pictures]}
+        if name in worst:
+            self._cuts[name] = worst_cuts(image, label, prediction, ignore)
+        self._cuts = {one: cuts for one, cuts in self._cuts.items() if one in worst}
         if self._out is not None:
-            _write_scores(self._out / SCORES_FILE, self._evaluation())
+            self._write(self._out / SCORES_FILE)
 
     def leave_out(self, name: str, failure: ReadFailure) -> None:
         self._unreadable.append((name, str(failure)))
         say(f"warning: {name} is left out, it cannot be read: {failure}")
 
-    @property
-    def number(self) -> str:
-        """The number of the next volume, for a progress bar."""
-        return f"{len(self._judged) + len(self._unreadable) + 1} of {self._total}:"
-
-    def answer(self) -> Answer:
+    def answer(self, run: RunFolder | None = None) -> Answer:
         """Everything that was scored, also as pictures beside the scores and in the run's folder."""
-        found, place, complete = self._evaluation(), self._out, True
+        place, complete = self._out, True
         try:
             if place is not None:
-                _write_scores(place / SCORES_FILE, found)
-                sheet = draw_sheet(sheet_of(found, self._title, self._judged), LARGEST_SIDE)
-                write_bytes(place / SHEET_FILE, sheet.as_png())
+                self._write(place / SCORES_FILE)
+                write_bytes(place / SHEET_FILE, draw_sheet(self._sheet(self._total), LARGEST_SIDE).as_png())
                 say(f"{place}: {SCORES_FILE}, {SHEET_FILE}")
-            if self._run is not None:
-                place = self._run.root
-                sheet = draw_sheet(sheet_of(found, self._title, self._judged[:REPORTED]), REPORTED_SIDE)
-                write_bytes(self._run.worst_file, sheet.as_jpeg(REPORTED_BYTES))
-                _write_scores(self._run.evaluation_file, found)
+            if run is not None:
+                place = run.root
+                sheet = draw_sheet(self._sheet(REPORTED), REPORTED_SIDE)
+                write_bytes(run.worst_file, sheet.as_jpeg(REPORTED_BYTES))
+                self._write(run.evaluation_file)
                 say(f"`stoker report {place}` shows the worst volumes")
         except OSError as error:
             # The scores may have taken an hour: print them anyway.
             say(f"warning: {place} could not be written: {error.strerror or error}")
             complete = False
-        return Answer(evaluation_text(found, self._title), found.as_dict(), complete)
+        return Answer(self._text(), self._document(), complete)
 
-    def _evaluation(self) -> VolumeEvaluation:
-        return replace(
-            self._about,
-            volumes=tuple(one.scores for one in self._judged),
-            unreadable=tuple(self._unreadable),
-            left=self._total - len(self._judged) - len(self._unreadable),
+    def _write(self, path: Path) -> None:
+        write_text(path, dumps(self._document(), indent=2, allow_nan=False) + "\n")
+
+    def _means(self) -> dict[str, float | None]:
+        """The means over the volumes: Dice, IoU and surface Dice in percent, the competition's score from 0 to 1."""
+        means = [one.mean for one in self._volumes]
+        found = _in_percent(ClassScores(*(mean_of(one[number] for one in means) for number in range(3))))
+        if self._scoring.score == "vesuvius-surface":
+            judged = [one.competition.as_dict() for one in self._volumes if one.competition is not None]
+            found |= {name: mean_of(one[name] for one in judged) for name in _COMPETITION}
+        return found
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            **self._source,
+            "data": self._place,
+            "score": self._scoring.score,
+            "tolerance": self._scoring.tolerance,
+            "spacing": list(self._scoring.spacing),
+            "threshold": self._scoring.threshold,
+            "post": self._scoring.chain,
+            "mean": self._means(),
+            "volumes": [_record(one) for one in self._volumes],
+            "unreadable": [{"name": name, "reason": reason} for name, reason in self._unreadable],
+            "left": self._total - len(self._volumes) - len(self._unreadable),
+        }
+
+    def _text(self) -> str:
+        """The table of the volumes, the worst first, and their means."""
+        volumes, unreadable, scoring = self._volumes, self._unreadable, self._scoring
+        unit = "voxels" if scoring.spacing == ISOTROPIC else "units of the spacing"
+        about = f"{self._title}\n{shown(self._place)}: {count(len(volumes), 'volume')}"
+        about += f", surface Dice within {scoring.tolerance:g} {unit}"
+        about += f", threshold {scoring.threshold:g}" if scoring.threshold is not None else ""
+        about += f", after {scoring.chain}" if scoring.post else ""
+        header, rows = _table(volumes[:MOST_LISTED], scoring.score, self._means())
+        parts = [about, format_table(rows, header)]
+        if len(volumes) > MOST_LISTED:
+            parts[1] = f"{MOST_LISTED} worst of {len(volumes)} volumes, and the mean of all\n{parts[1]}"
+        if unreadable:
+            lines = [f"  {shown(name)}: {reason}" for name, reason in unreadable[:MOST_LISTED]]
+            lines += [f"  and {len(unreadable) - len(lines)} more"] if len(unreadable) > len(lines) else []
+            parts.append("\n".join([f"{count(len(unreadable), 'unreadable volume')} left out:", *lines]))
+        return "\n\n".join(parts)
+
+    def _sheet(self, most: int) -> Sheet:
+        """The worst volumes as pictures: image, label, prediction and errors in the worst plane, errors across the
+        other axes."""
+        rows = [cuts_row(self._cuts[one.id], _title(one)) for one in self._volumes[:most] if one.id in self._cuts]
+        section = SheetSection("The worst volumes", (ERROR_LEGEND,), tuple(rows))
+        means = ", ".join(
+            f"{_WORDS[name]} {value:.3f}" if name in _COMPETITION else f"{_WORDS[name]} {value:.2f} %"
+            for name, value in self._means().items()
+            if value is not None
         )
+        about = f"{shown(self._place)}: {count(len(self._volumes), 'volume')}; mean {means}"
+        return Sheet(self._title, (about,), (section,))
 
     def _processes(self, shape: Sequence[int]) -> int:
         """How many octants are matched at once: as many as there are cores, and as fit into memory."""
@@ -167,8 +249,47 @@ class _Judge:
         return max(1, min(fit, usable_cpus()))
 
 
-def _write_scores(path: Path, found: VolumeEvaluation) -> None:
-    write_text(path, dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
+def _record(one: VolumeScores) -> dict[str, Any]:
+    document: dict[str, Any] = {"id": one.id, **_in_percent(one.mean), "labelled": 100 * one.labelled}
+    if len(one.classes) > 1:
+        document["classes"] = [{"class": number, **_in_percent(of)} for number, of in enumerate(one.classes, 1)]
+    if one.competition is not None:
+        document["competition"] = one.competition.as_dict()
+    return document
+
+
+def _in_percent(scores: ClassScores) -> dict[str, float | None]:
+    return {name: None if value is None else 100 * value for name, value in scores._asdict().items()}
+
+
+def _table(
+    volumes: Sequence[VolumeScores], score: ScoreName, means: dict[str, float | None]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    names = [*(shown(one.id) for one in volumes), "mean"]
+    scores = [*(_in_percent(one.mean) for one in volumes), means]
+    if score != "vesuvius-surface":
+        labelled = [*(f"{100 * one.labelled:.0f}" for one in volumes), ""]
+        return ("volume", "Dice %", "IoU %", "surface Dice %", "labelled %"), [
+            (name, *(_digits(one[key], 2) for key in ClassScores._fields), share)
+            for name, one, share in zip(names, scores, labelled, strict=True)
+        ]
+    judged = [*(one.competition.as_dict() for one in volumes if one.competition is not None), means]
+    return ("volume", "score", "topology", "surface Dice", "VOI score", "Dice %", "IoU %"), [
+        (name, *(_digits(parts[key], 3) for key in _COMPETITION), _digits(one["dice"], 2), _digits(one["iou"], 2))
+        for name, one, parts in zip(names, scores, judged, strict=True)
+    ]
+
+
+def _title(scores: VolumeScores) -> str:
+    words, found = [shown(scores.id)], _in_percent(scores.mean)
+    if scores.competition is not None:
+        words.append(f"score {scores.competition.score:.3f}")
+    words += [f"Dice {_digits(found['dice'], 2)} %", f"surface Dice {_digits(found['surface_dice'], 2)} %"]
+    return " · ".join(words)
+
+
+def _digits(value: float | None, digits: int) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"
 
 
 def evaluate(
@@ -215,24 +336,23 @@ def evaluate(
     keys = {text.partition("=")[0] for text in settings}
     is_own = split == "val" and len(trained) == 1 and keys <= PredictionKeys.model_fields.keys() | {"surface_tolerance"}
     run = run_of(first.path) if is_own else None
-    about = VolumeEvaluation(source, str(config.data_root), scoring, left=len(chosen.cases))
-    judge = _Judge(about, title, out, run)
+    evaluation = VolumeEvaluation(source, str(config.data_root), scoring, len(chosen.cases), title, out)
     sliding = SlidingWindow(config.predict_overlap, config.predict_flips)
     for number, case in enumerate(chosen.cases):
         try:
             images = [chosen.volumes.get(ref, case.box) for ref in case.images]
             # Labels first: a wrong one must not cost a prediction.
             label = read_label(case, chosen.volumes, chosen.rules)
-            with progress_bar(f"{judge.number} predicting {case.id}", None, unit="windows") as advance:
+            with progress_bar(f"{evaluation.number} predicting {case.id}", None, unit="windows") as advance:
                 prediction = predicted_mask(
                     segmenter, images, threshold=scoring.threshold, sliding=sliding,
                     statistics=(means[number], deviations[number]), progress=advance, say=say,
                 )  # fmt: skip
         except ReadFailure as failure:
-            judge.leave_out(case.id, failure)
+            evaluation.leave_out(case.id, failure)
             continue
-        judge.add(case.id, images[0], prediction, label, first.classes, chosen.rules.ignore)
-    return judge.answer()
+        evaluation.add(case.id, images[0], prediction, label, first.classes, chosen.rules.ignore)
+    return evaluation.answer(run)
 
 
 def choose_cases(
@@ -353,7 +473,7 @@ def score_masks(
         ignore = COMPETITION_IGNORE
     volumes = OpenVolumes()
     name = str(predictions)
-    judge = _Judge(VolumeEvaluation({"predictions": name}, str(labels), scoring, left=len(pairs)), name, out)
+    evaluation = VolumeEvaluation({"predictions": name}, str(labels), scoring, len(pairs), name, out)
     for pair in pairs:
         try:
             label = volumes.get(pair.label)
@@ -362,7 +482,7 @@ def score_masks(
             truth, guess = label.read(whole(label.shape)), prediction.read(whole(prediction.shape))
             image = None if pair.image is None else volumes.get(pair.image)
         except ReadFailure as failure:
-            judge.leave_out(pair.id, failure)
+            evaluation.leave_out(pair.id, failure)
             continue
         if scoring.threshold is not None:
             largest = 1 if guess.dtype.kind == "f" else np.iinfo(guess.dtype).max
@@ -373,8 +493,8 @@ def score_masks(
         check_chain(scoring.post, classes)
         # Without an image, overlays are drawn on black.
         shown = image or ArrayVolume(pair.id, np.broadcast_to(np.uint8(0), truth.shape))
-        judge.add(pair.id, shown, guess, truth, classes, ignore)
-    return judge.answer()
+        evaluation.add(pair.id, shown, guess, truth, classes, ignore)
+    return evaluation.answer()
 
 
 def _check_mask(pair: MaskPair, prediction: Volume, label: Volume, scoring: ScoreOptions) -> None:

@@ -17,7 +17,6 @@ from stoker.train.checkpoint.format import peek
 from stoker.train.checkpoint.restore import weight_differences
 from stoker.train.checkpoint.weights import (
     WeightsFile,
-    WeightsReport,
     Which,
     file_hash,
     listed,
@@ -86,7 +85,6 @@ class _Begun:
 
 
 def start_from(path: Path | None, *, ema: bool | None, keep_optimizer: bool | None) -> Start | None:
-    """The options as a `Start`; None without `--from`, which the others need."""
     if path is not None:
         return Start(path, None if ema is None else "ema" if ema else "raw", keep_optimizer)
     if ema is not None or keep_optimizer:
@@ -116,7 +114,6 @@ def check_start(start: Start, folder: Path, *, resume: Path | None, weights: str
 
 
 def refuse_two_sources(start: Start, weights: str | None) -> None:
-    """Refuses `--from` beside the key `weights`."""
     if weights is not None:
         raise UsageError(
             "usage",
@@ -187,16 +184,20 @@ def _read(run: Run, start: Start) -> _Begun:
         # The saved momenta under this run's own settings: weight_decay, betas and the rest.
         own = run.step.optimizer.state_dict()
         optimizer = {"state": state["optimizer"]["state"], "param_groups": own["param_groups"]}
+    record = BranchedFrom(
+        given=start.given, file=file.path.name, maker=file.maker, epoch=file.epoch, step=file.step,
+        bytes=file.path.stat().st_size, xxh3_128=file_hash(file.path), weights="ema" if report.averaged else "raw",
+        optimizer_kept=kept, new=report.skipped,
+    )  # fmt: skip
     return _Begun(
         model={name: value.cpu() for name, value in run.model.state_dict().items()},
         optimizer=optimizer,
-        record=_record(start, file, report, kept=kept),
+        record=record,
         lines=tuple(lines),
     )
 
 
 def _other_optimizer(run: Run, file: WeightsFile, state: dict[str, Any] | None) -> list[str]:
-    """Why the file's optimizer state cannot be used, one line each."""
     if state is None:
         return [f"the file is {file.maker}, which does not say which parameter a momentum belongs to"]
     if "optimizer" not in state:
@@ -211,14 +212,6 @@ def _other_optimizer(run: Run, file: WeightsFile, state: dict[str, Any] | None) 
     if counts[0] != counts[1] and not lines:
         lines.append(f"parameters in its groups: {counts[0]} in the checkpoint, {counts[1]} in this run")
     return lines
-
-
-def _record(start: Start, file: WeightsFile, report: WeightsReport, *, kept: bool) -> BranchedFrom:
-    return BranchedFrom(
-        given=start.given, file=file.path.name, maker=file.maker, epoch=file.epoch, step=file.step,
-        bytes=file.path.stat().st_size, xxh3_128=file_hash(file.path), weights="ema" if report.averaged else "raw",
-        optimizer_kept=kept, new=report.skipped,
-    )  # fmt: skip
 
 
 def _refuse_other_run(folder: Path, origin: dict[str, Any] | None, start: Start) -> None:

@@ -146,7 +146,6 @@ def used_values(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_kind(kind: Kind, changes: Iterable[SettingChange]) -> list[SettingChange]:
-    """The changes of one kind."""
     return [change for change in changes if change.kind == kind]
 
 
@@ -156,7 +155,6 @@ def by_the_user(changes: Iterable[SettingChange]) -> list[SettingChange]:
 
 
 def applied_line(change: SettingChange, step: int) -> str:
-    """The line that is printed for a change that is applied."""
     note = f" ({APPLIED[change.key]})" if APPLIED[change.key] else ""
     return f"from step {step:,} on: {change.key} {_shown(change.after)}, was {_shown(change.before)}{note}"
 
@@ -258,7 +256,6 @@ class Listing:
         return found.hexdigest()
 
     def names(self, numbers: Sequence[int]) -> list[str]:
-        """The names of a few samples."""
         ends = self.name_ends
         return [
             bytes(self.name_bytes[int(ends[at - 1]) if at else 0 : int(ends[at])]).decode("utf-8", "surrogateescape")
@@ -275,7 +272,6 @@ class Listing:
 
 
 def listing_of(names: Sequence[str], marks: Sequence[int]) -> Listing:
-    """The listing of a few samples."""
     encoded = [name.encode("utf-8", "surrogateescape") for name in names]
     ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
     return Listing(np.frombuffer(b"".join(encoded), np.uint8), ends, np.array(marks, np.int64))
@@ -401,7 +397,6 @@ def _compared(part: str, then: Listing, now: Listing) -> Difference:
 
 
 def data_changed(path: Path, found: Sequence[Difference]) -> UserError:
-    """The refusal to resume with other data."""
     listed = "\n".join(f"  - {one}" for one in found)
     return UserError(
         "data-changed",
@@ -412,7 +407,6 @@ def data_changed(path: Path, found: Sequence[Difference]) -> UserError:
 
 
 def meaning(found: Sequence[Difference]) -> str:
-    """What other data means for a run."""
     parts = {one.part for one in found}
     words = []
     if any(one.part == "train" and one.rewritten for one in found):

@@ -84,7 +84,6 @@ class Checkpoints:
         return [path for _, _, path in sorted(self._ranked(), reverse=True)]
 
     def save_last(self, state: State) -> Outcome:
-        """Makes this state `last.ckpt`, and the old last `previous.ckpt`."""
         try:
             self._remove_leftovers()
             write_checkpoint(self.last, state, stop=self._stop, before_rename=self._keep_old_last)

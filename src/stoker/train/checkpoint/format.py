@@ -265,7 +265,10 @@ def read_checkpoint(path: Path) -> dict[Any, Any]:
         tensors = {}
         digest = xxhash.xxh3_128()
         for name, (dtype, shape, size) in table.items():
-            data = _memory_for(size, path)
+            try:
+                data = torch.empty(size, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise UserError("checkpoint-unreadable", f"{path}: no memory for a tensor of {size:,} bytes") from error
             view = memoryview(data.numpy())  # type: ignore[arg-type]
             if stream.readinto(view) != size:  # type: ignore[attr-defined]
                 raise CheckpointCorrupt(path, f"ends within {name}")
@@ -351,13 +354,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     # the loop's. As whole numbers, because numpy does not know bfloat16.
     whole_numbers = tensor.detach().cpu().view(WHOLE_NUMBERS[tensor.element_size()]).numpy()
     return memoryview(np.ascontiguousarray(whole_numbers).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-
-
-def _memory_for(size: int, path: Path) -> torch.Tensor:
-    try:
-        return torch.empty(size, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise UserError("checkpoint-unreadable", f"{path}: no memory for a tensor of {size:,} bytes") from error
 
 
 @contextmanager

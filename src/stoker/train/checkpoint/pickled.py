@@ -212,13 +212,6 @@ class _Machine:
                 stack.append(Name(f"{module}.{attribute}" if isinstance(module, str) else "unknown"))
             case "BINPERSID":
                 stack.append(_storage(stack.pop()))
-            case _:
-                self._build(name, argument)
-
-    def _build(self, name: str, argument: Any) -> None:
-        """Containers, and the objects of other classes."""
-        stack = self.stack
-        match name:
             case "EMPTY_DICT":
                 stack.append({})
             case "EMPTY_LIST" | "EMPTY_SET":

@@ -153,7 +153,6 @@ class BackgroundWriter:
         self._copying: threading.Event | None = None
 
     def prepare(self, state: State) -> None:
-        """Allocates the buffer in the thread."""
         self._settle()
         flat = flatten(state)
         self._under_way = self._thread.submit(self._reserve, _places_for(flat)[1], _on_cuda(flat))

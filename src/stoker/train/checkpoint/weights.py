@@ -127,7 +127,6 @@ def recognise(path: Path) -> Literal["safetensors", "torch"]:
 
 
 def file_hash(path: Path) -> str:
-    """xxh3-128 of the file, in hex."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -334,7 +333,6 @@ class NetworkTable:
         }
 
     def beside(self) -> list[str]:
-        """The other entries of the table."""
         return [str(name) for name in self.table.values if not (isinstance(name, str) and name.startswith(self.prefix))]
 
 
@@ -465,7 +463,6 @@ def _other_classifier(model: nn.Module, own: Mapping[str, Tensor], found: Mappin
 
 
 def classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """How the names of the classifier's tensors begin."""
     config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     named = config.get("classifier") or ()
     return tuple(f"{head}." for head in ((named,) if isinstance(named, str) else named))

@@ -21,9 +21,8 @@ from stoker.core.errors import UserError
 from stoker.core.files import remember
 from stoker.loader.rng import sample_keys
 from stoker.run.environment import describe_host
-from stoker.tasks.images.decode.crops import CropRange, draw_crops
 from stoker.tasks.images.decode.decoders import LIBTURBOJPEG, available_decoders
-from stoker.tasks.images.decode.decoding import MAX_PIXELS, DecodeMode, Decoding
+from stoker.tasks.images.decode.decoding import MAX_PIXELS, CropRange, DecodeMode, Decoding, draw_crops
 from stoker.tasks.images.decode.headers import BadImage, Box, ImageHeader
 
 FORMAT = 2
@@ -40,8 +39,6 @@ _PACKAGES = ("simplejpeg", "opencv-python-headless", "nvidia-nvimgcodec-cu13", "
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """Which decoder was chosen, and why."""
-
     choice: str
     microseconds: dict[str, float]
     """Per image on one core, for each decoder that decoded all files; empty if nothing was measured."""

@@ -51,8 +51,6 @@ class Refused(Exception):
 
 
 class Decoder(Protocol):
-    """Decodes regions of images in one library."""
-
     def region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> NDArray[np.uint8]:
         """The pixels of `box`, which is in stored pixels; raises Refused.
 
@@ -60,9 +58,13 @@ class Decoder(Protocol):
         thread, whose next call overwrites it."""
 
 
-def is_plain(layout: JpegLayout) -> bool:
-    """Whether all decoders agree on such a file: 8 bit, YCbCr or grey, baseline or progressive."""
-    return layout.colour in ("ycc", "grey") and layout.precision == 8 and layout.huffman
+def plain_layout(header: ImageHeader) -> JpegLayout:
+    """The layout of a JPEG on which all decoders agree: 8 bit, YCbCr or grey, baseline or progressive; raises Refused
+    for any other file."""
+    layout = header.jpeg
+    if layout is None or layout.colour not in ("ycc", "grey") or layout.precision != 8 or not layout.huffman:
+        raise Refused
+    return layout
 
 
 class Scratch(threading.local):
@@ -98,7 +100,6 @@ def scaled_box(box: Box, scale: int, width: int, height: int) -> Box:
 
 
 def cut(image: NDArray[np.uint8], box: Box) -> NDArray[np.uint8]:
-    """The box of an image, as a view."""
     return image[box.top : box.top + box.height, box.left : box.left + box.width]
 
 
@@ -111,10 +112,7 @@ class SimpleJpeg:
         self._decode = simplejpeg.decode_jpeg
 
     def region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> NDArray[np.uint8]:
-        """The pixels of a box, exactly `scale` times smaller."""
-        layout = header.jpeg
-        if layout is None or not is_plain(layout):
-            raise Refused
+        layout = plain_layout(header)
         height, strict = header.stored_height, True
         # The library cannot decode a region, but it stops where the header says the image ends: a crop ends at 75 % of
         # the height on average, and the rest is never decoded. With several scans there is no such end. One row more
@@ -155,10 +153,7 @@ class OpenCV:
         self._modes = {1 << power: mode | cv2.IMREAD_IGNORE_ORIENTATION for power, mode in enumerate(modes)}
 
     def region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> NDArray[np.uint8]:
-        """The pixels of a box, exactly `scale` times smaller."""
-        layout = header.jpeg
-        if layout is None or not is_plain(layout):
-            raise Refused
+        plain_layout(header)
         cv2 = self._cv2
         try:
             image = cv2.imdecode(np.frombuffer(data, np.uint8), self._modes[scale])
@@ -187,9 +182,7 @@ class NvImageCodec:
         self._loading = threading.Lock()
 
     def region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> NDArray[np.uint8]:  # noqa: ARG002
-        """The pixels of a box at full size."""
-        layout = header.jpeg
-        if layout is None or not is_plain(layout) or layout.subsampling not in self._SUBSAMPLINGS:
+        if plain_layout(header).subsampling not in self._SUBSAMPLINGS:
             raise Refused
         codec, decoder, parameters = self._of_this_thread()
         try:
@@ -349,9 +342,7 @@ class TurboJpeg:
         raise ImportError("no libturbojpeg of version 3 found")
 
     def region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> NDArray[np.uint8]:
-        """The pixels of a box, exactly `scale` times smaller; raises Refused."""
-        layout = header.jpeg
-        if layout is None or not is_plain(layout) or layout.subsampling not in _UNITS:
+        if plain_layout(header).subsampling not in _UNITS:
             raise Refused
         handle = getattr(self._local, "handle", None)
         if handle is None:

@@ -125,9 +125,8 @@ def read_header(data: Bytes, max_pixels: int, max_bytes: int = MAX_DECODED_BYTES
     if jpeg is not None and len(data) * 8 < jpeg.blocks:
         # A few bytes that claim millions of pixels would cost seconds and decode to grey.
         raise BadImage(f"truncated: {len(data)} bytes cannot hold {width}x{height} pixels")
-    if orientation >= 5:
-        return ImageHeader(kind, height, width, orientation, width, height, jpeg)
-    return ImageHeader(kind, width, height, orientation, width, height, jpeg)
+    seen = (height, width) if orientation >= 5 else (width, height)
+    return ImageHeader(kind, *seen, orientation, width, height, jpeg)
 
 
 def bytes_to_decode(kind: str, width: int, height: int, jpeg: JpegLayout | None) -> int:

@@ -94,7 +94,6 @@ def is_synset(name: str) -> bool:
 
 
 def is_whole_imagenet(classes: Sequence[str]) -> bool:
-    """Whether these are the 1,000 classes."""
     return len(classes) == len(synsets()) > 0 and set(classes) == set(synsets())
 
 
@@ -141,12 +140,16 @@ def _read(name: str) -> str | None:
 
 def find_labels(place: str) -> str | None:
     """The file of labels for the flat folder of validation images: in it, or up to four folders above."""
-    for folder in _upwards(place):
+    folder = place.rstrip("/")
+    for _ in range(5):
+        if not folder or folder.endswith(":/"):
+            break
         if exists(f"{folder}/{SOLUTION}"):
             return f"{folder}/{SOLUTION}"
         for devkit in DEVKITS:
             if exists(path := f"{folder}/{devkit}/{GROUND_TRUTH}".replace("//ILSVRC2012_val", "/ILSVRC2012_val")):
                 return path
+        folder = folder.rpartition("/")[0]
     return None
 
 
@@ -266,12 +269,3 @@ def check_with_real(source: str, classes: Mapping[int, str]) -> None:
     if agreement >= LEAST_AGREEMENT:
         seen += f", but for hardly any of {some([names[number] for number in wrong])}"
     raise LabelFileWrong(source, None, f"{seen} (right ones: 90 %)", f"the classes are permuted: use {SOLUTION}")
-
-
-def _upwards(place: str) -> list[str]:
-    folders: list[str] = []
-    folder = place.rstrip("/")
-    while len(folders) < 5 and folder and not folder.endswith(":/"):
-        folders.append(folder)
-        folder = folder.rpartition("/")[0]
-    return folders

@@ -229,10 +229,14 @@ def _fetch(store: Store, place: str, arrays: list[str], raw: bytes, final: Path)
                 write_bytes(folder / f"{Path(name).name}.npy", bytes(store.read(f"{name}.npy")))
             write_bytes(folder / META, raw)
             load_index(folder)
-    except IndexUnreadable as error:
-        raise _changing(place, error.reason) from None
-    except ReadFailure as failure:
-        raise _changing(place, str(failure)) from None
+    except (IndexUnreadable, ReadFailure) as error:
+        reason = error.reason if isinstance(error, IndexUnreadable) else str(error)
+        raise UserError(
+            "packed-data-incomplete",
+            f"the index at {place} does not match its arrays: {reason}",
+            why="it was read while it was being written, or only a part of it was copied",
+            hint="copy the packed folder again, index.json last",
+        ) from None
     return load_index(final)
 
 
@@ -243,15 +247,6 @@ def _load_if_whole(folder: Path, damage: list[str] | None = None) -> SampleIndex
         if error.damaged and damage is not None:
             damage.append(f"the copy of the index in {folder} is damaged ({error.reason}): it is fetched again")
         return None
-
-
-def _changing(place: str, reason: str) -> UserError:
-    return UserError(
-        "packed-data-incomplete",
-        f"the index at {place} does not match its arrays: {reason}",
-        why="it was read while it was being written, or only a part of it was copied",
-        hint="copy the packed folder again, index.json last",
-    )
 
 
 def _open_labelled_place(
@@ -311,10 +306,8 @@ def open_list(
 def list_splits(path: str, root: str) -> list[str]:
     """The splits that a list has: train and val, or "" if it has no column of splits."""
     file, root = _find_list(path, root), split_place(root, "")
-    samples = read_list(file, root)
-    return (
-        [split for split in ("train", "val") if rows_of_split(file, samples, split)[0]] if samples.has_splits else [""]
-    )
+    rows = read_list(file, root)
+    return [split for split in ("train", "val") if rows_of_split(file, rows, split)[0]] if rows[0].split else [""]
 
 
 def _find_list(path: str, root: str) -> str:
@@ -333,8 +326,8 @@ def _find_list(path: str, root: str) -> str:
 
 
 def _index_of_list(path: str, root: str, split: str) -> SampleIndex:
-    samples = read_list(path, root)
-    rows, notes = rows_of_split(path, samples, split)
+    listed = read_list(path, root)
+    rows, notes = rows_of_split(path, listed, split)
     if not rows:
         raise UserError("split-not-found", f"{redact_text(path)} has no rows of the split {split}")
     if not is_url(root):
@@ -342,7 +335,7 @@ def _index_of_list(path: str, root: str, split: str) -> SampleIndex:
         if not any(os.path.exists(os.path.join(root, row.path)) for row in tried):  # noqa: PTH110, PTH118
             hint = f"paths are relative to data_root: is {shown(root)} right?"
             raise LabelFileWrong(path, tried[0].line, f"{shown(tried[0].path)} does not exist", hint)
-    facts = {"layout": "list", "has_splits": samples.has_splits, "notes": notes}
+    facts = {"layout": "list", "has_splits": listed[0].split is not None, "notes": notes}
     return sorted_index(root, *numbered([row.label for row in rows]), [row.path for row in rows], facts)
 
 

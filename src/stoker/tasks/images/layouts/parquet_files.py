@@ -54,7 +54,15 @@ def row_groups(index: SampleIndex) -> NDArray[np.int64] | None:
 
 def list_parquet(place: str, files: Sequence[str], progress: Advance | None = None) -> SampleIndex:
     """The index of all rows of these files; progress counts files. Images are not read."""
-    _pyarrow(place)
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "package-missing",
+            f"{shown(redact_text(place))} has parquet files, and pyarrow is not installed",
+            why="it reads them",
+            hint="pip install 'stoker[hf]'",
+        ) from None
     store = open_store(place)
     names: list[str] = []
     labels: list[str] = []
@@ -73,7 +81,9 @@ def list_parquet(place: str, files: Sequence[str], progress: Advance | None = No
             found, paths, group_bytes = opened.labels_of(group)
             first = sum(opened.rows[:group])
             labels += found
-            names += [_row_name(file, first + row, path) for row, path in enumerate(paths)]
+            for row, path in enumerate(paths, first):
+                # The file, the row, and the name that the image had.
+                names.append(f"{file}/{row:09d}" + (f"/{path.rpartition('/')[2]}" if path else ""))
             shard_of += [number] * len(found)
             offsets += [(group << ROW_BITS) + row for row in range(len(found))]
             largest, total_bytes = max(largest, group_bytes), total_bytes + group_bytes
@@ -136,7 +146,6 @@ class ParquetStore:
         return ParquetStore, (self._inner, self._version, self._most)
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:  # noqa: ARG002
-        """The bytes of the image in that row."""
         group, row = offset >> ROW_BITS, offset & ((1 << ROW_BITS) - 1)
         with self._loading:
             images = self._kept.get((path, group))
@@ -151,12 +160,10 @@ class ParquetStore:
         return bytes(data)
 
     def size_of(self, path: str) -> int:
-        """Bytes of a parquet file."""
         return self._inner.size_of(path)
 
     @property
     def fetches(self) -> int:
-        """How many reads went over the network."""
         return getattr(self._inner, "fetches", 0)
 
     def _load(self, path: str, group: int) -> Any:
@@ -199,7 +206,6 @@ class _ParquetFile:
         self.rows = [self._file.metadata.row_group(group).num_rows for group in range(self.groups)]
 
     def images_of(self, group: int) -> Any:
-        """The image bytes of a row group."""
         # In this thread: a pool of pyarrow's would not survive a fork, and workers share the cores already.
         column = self._file.read_row_group(group, columns=[self._bytes], use_threads=False).column(0)
         if self._bytes != self._image:
@@ -255,20 +261,3 @@ class _ParquetFile:
             return tuple(map(str, features[self._label]["names"]))
         except (KeyError, TypeError, ValueError):
             return None
-
-
-def _row_name(file: str, row: int, path: str | None) -> str:
-    """A sample's name: the file, the row, and the name that the image had."""
-    return f"{file}/{row:09d}" + (f"/{path.rpartition('/')[2]}" if path else "")
-
-
-def _pyarrow(place: str) -> None:
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "package-missing",
-            f"{shown(redact_text(place))} has parquet files, and pyarrow is not installed",
-            why="it reads them",
-            hint="pip install 'stoker[hf]'",
-        ) from None

@@ -64,11 +64,7 @@ class SampleIndex:
         return decode_name(bytes(self.name_bytes[start : int(self.name_ends[index])]))
 
     def location(self, index: int) -> Location:
-        """Where a sample's bytes are."""
-        size = None if self.sizes is None else int(self.sizes[index])
-        if self.shard_of is None or self.offsets is None:
-            return Location(self.name(index), 0, size)
-        return Location(self.shards[int(self.shard_of[index])], int(self.offsets[index]), size)
+        return next(self.locations([index]))
 
     @property
     def are_files(self) -> bool:
@@ -301,13 +297,11 @@ class SampleSet:
         return members if self.chosen is None else self.chosen[members]
 
     def labels(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The members' classes."""
         labels = self.index.labels if self.chosen_labels is None else self.chosen_labels
         return labels[members].astype(np.int64)
 
 
 def all_samples(index: SampleIndex) -> SampleSet:
-    """Every sample of an index."""
     return SampleSet(index, index.classes)
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import posixpath
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,6 @@ class LabelFileWrong(UserError):
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file or object."""
     if not is_url(path):
         return Path(path).is_file()
     folder, _, name = path.rpartition("/")
@@ -72,24 +70,15 @@ def read_bytes(path: str) -> bytes:
 
 
 class ListedSample(NamedTuple):
-    """One image of a list."""
-
     path: str
     """Relative to the root."""
     label: str
     split: str | None
+    """None for all if the list has no column of splits."""
     line: int
 
 
-@dataclass(frozen=True)
-class SampleList:
-    """A list that was read."""
-
-    rows: list[ListedSample]
-    has_splits: bool
-
-
-def read_list(path: str, root: str) -> SampleList:
+def read_list(path: str, root: str) -> list[ListedSample]:
     """The rows of a CSV, TSV or JSON Lines file; raises LabelFileWrong, with the line, for anything doubtful."""
     rows: list[ListedSample] = []
     first_line: dict[str, int] = {}
@@ -111,7 +100,7 @@ def read_list(path: str, root: str) -> SampleList:
         rows.append(ListedSample(name, label.strip(), split.strip().lower() if split else None, line))
     if not rows:
         raise LabelFileWrong(path, None, "it has no rows", "the first line names the columns: path,label")
-    return SampleList(rows, columns is not None and columns[2] is not None)
+    return rows
 
 
 def has_labels(path: str) -> bool:
@@ -121,23 +110,23 @@ def has_labels(path: str) -> bool:
     return not words.isdisjoint(PATH_COLUMNS) and not words.isdisjoint(LABEL_COLUMNS)
 
 
-def rows_of_split(path: str, samples: SampleList, split: str) -> tuple[list[ListedSample], list[str]]:
+def rows_of_split(path: str, rows: list[ListedSample], split: str) -> tuple[list[ListedSample], list[str]]:
     """The rows of a split, and notes; all of them if the list has no column of splits."""
-    if not samples.has_splits or not split:
-        return samples.rows, []
-    present = {row.split for row in samples.rows}
+    if not rows[0].split or not split:
+        return rows, []
+    present = {row.split for row in rows}
     name = next((name for name in SPLITS[split] if name in present), None)
     if name is None:
         return [], []
     notes = []
     known = {name for names in SPLITS.values() for name in names}
     if strange := sorted(str(one) for one in present if one not in known):
-        line = next(row.line for row in samples.rows if row.split == strange[0])
+        line = next(row.line for row in rows if row.split == strange[0])
         wanted = "train, val, valid, validation, dev or test"
         raise LabelFileWrong(path, line, f"the split {shown(strange[0])} is unknown", f"use {wanted}")
     if split == "val" and name != "val":
         notes.append(f"{shown(path)} has no rows of split val: using {name} for validation")
-    return [row for row in samples.rows if row.split == name], notes
+    return [row for row in rows if row.split == name], notes
 
 
 def numbered(

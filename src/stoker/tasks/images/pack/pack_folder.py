@@ -70,7 +70,6 @@ class PackFolder:
         return self.records / f"shard-{number:06d}.json"
 
     def named(self, number: int) -> str:
-        """The shard's name in messages."""
         return f"{self.split}/{self.shard(number).name}" if self.split else self.shard(number).name
 
 
@@ -108,14 +107,9 @@ def claim_packs(
             if fresh:
                 remove_pack(pack)
                 remove_source_index(destination)
-            check_pack(pack, options)
+            check_options(pack.folder, options_of(pack.about), options, (pack.shard(0).name, META), SHARDS)
         yield packs
         remove_source_index(destination)
-
-
-def check_pack(pack: PackFolder, options: dict[str, Any]) -> None:
-    """Refuses a folder with a pack made with other options, or with files that are not ours."""
-    check_options(pack.folder, options_of(pack.about), options, (pack.shard(0).name, META), SHARDS)
 
 
 def check_source(pack: PackFolder, options: dict[str, Any], fingerprint: str) -> None:

@@ -39,7 +39,6 @@ _LARGEST_NIFTI_HEADER = 540
 
 
 def open_npy(source: ByteSource, options: ReadingOptions) -> Volume:
-    """A `.npy` file."""
     name = source.name
     start = bytes(source.parts([(0, min(_LONGEST_HEADER, len(source)))])[0])
     if start[:2] == b"PK":

@@ -100,7 +100,6 @@ class OpenVolumes:
         return CroppedVolume(volume, box)
 
     def opened(self, ref: VolumeRef) -> Volume | None:
-        """The volume, if it is open."""
         return self._open.peek(ref)
 
     def _opened_now(self, ref: VolumeRef) -> Volume:
@@ -125,7 +124,6 @@ def library(name: str) -> Any:
 
 
 def library_missing(error: ModuleNotFoundError) -> UserError:
-    """The error if a library of the optional extra is missing."""
     return UserError(
         "library-missing",
         f"{error.name} is not installed",

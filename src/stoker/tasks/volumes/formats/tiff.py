@@ -14,7 +14,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from stoker.io.stores import Buffer, ReadFailure, StoreDown
-from stoker.tasks.volumes.formats.arrays import StoredArray, array_in
+from stoker.tasks.volumes.formats.arrays import StoredArray, StoredVolume, array_in
 from stoker.tasks.volumes.formats.byte_source import (
     ByteSource,
     HeaderSource,
@@ -27,7 +27,6 @@ from stoker.tasks.volumes.formats.volume import (
     LruCache,
     ReadingOptions,
     Region,
-    Shape,
     Volume,
     Voxels,
     check_extent,
@@ -95,8 +94,7 @@ def _open_stack(source: ByteSource, headers: ByteSource, file: Any, options: Rea
         steps = {b - a for a, b in pairwise(offsets)}
         if len(steps) <= 1 and min(steps, default=1) > 0:
             # Pages at equal distances, with their headers in between: still one array.
-            step = steps.pop() if steps else dtype.itemsize * shape[1] * shape[2]
-            return array_in(source, StoredArray(shape, dtype, offsets[0]), step)
+            return array_in(source, StoredArray(shape, dtype, offsets[0]), steps.pop() if steps else None)
     segments = np.array([[page.dataoffsets, page.databytecounts] for page in pages], np.int64)
     stored = np.array([page.is_contiguous for page in pages])
     # A page holds its file, and that holds all the others, with a Python object for each of their tags. Their offsets
@@ -105,20 +103,14 @@ def _open_stack(source: ByteSource, headers: ByteSource, file: Any, options: Rea
         first = fresh.pages.first
         # The page would keep the stream, and with it everything fetched for the headers.
         first.parent.filehandle._fh = None
-    return PagedVolume(
-        path, shape, dtype, source.identity, source, segments, stored, first, decoded_cache(options.cache_bytes)
-    )
+    array = StoredArray(shape, dtype, int(pages[0].dataoffsets[0]))
+    return PagedVolume(source, array, segments, stored, first, decoded_cache(options.cache_bytes))
 
 
 @dataclass(frozen=True)
-class PagedVolume:
+class PagedVolume(StoredVolume):
     """Pages that cannot be mapped as one array; decoded pages are kept while there is room."""
 
-    name: str
-    shape: Shape
-    stored: np.dtype[Any]
-    identity: str
-    source: ByteSource
     segments: NDArray[np.int64]
     """(pages, 2, segments): where each segment of a page begins, and its bytes."""
     plain: NDArray[np.bool_]
@@ -126,11 +118,6 @@ class PagedVolume:
     first: Any
     """tifffile's first page, which decodes the segments of any."""
     cache: LruCache[tuple[str, int], Voxels]
-    affine: None = None
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.stored.newbyteorder("=")
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
         target = np.empty(region.shape, self.dtype) if out is None else out
@@ -154,7 +141,7 @@ class PagedVolume:
 
     def _page(self, number: int, fetched: Mapping[int, list[Buffer]]) -> Voxels:
         if self.plain[number]:
-            found: Voxels = np.ndarray(self.shape[1:], self.stored, fetched[number][0])
+            found: Voxels = np.ndarray(self.shape[1:], self.stored.dtype, fetched[number][0])
             return found
         # Fetched a moment ago, or again if it was dropped from the cache in the meantime.
         return self.cache.get(
@@ -184,7 +171,7 @@ def _shape_zyx(path: str, shape: tuple[int, ...], axes: str) -> tuple[int, ...]:
     names = "".join(name for name, _ in named)
     if len(named) == 2 and names == "YX":
         return (1, *(size for _, size in named))
-    # ImageJ's writers call the planes of a stack channels unless told otherwise; a few planes may well be colours.
+    # ImageJ's writers call the planes of a stack channels by default; a few planes may well be colours.
     if len(named) == 3 and names.endswith("YX") and (names[0] not in "SC" or named[0][1] > _MOST_CHANNELS):
         return tuple(size for _, size in named)
     colour = " (S and C are colours or channels; store each in its own file)" if set(names) & set("SC") else ""

@@ -54,13 +54,11 @@ class Region(NamedTuple):
         return Region(as_shape(start), as_shape([max(a, b) for a, b in zip(start, stop, strict=True)]))
 
     def moved(self, by: Shape) -> Region:
-        """The same box, shifted."""
         start, stop = ([a + b for a, b in zip(corner, by, strict=True)] for corner in self)
         return Region(as_shape(start), as_shape(stop))
 
 
 def whole(shape: Shape) -> Region:
-    """The region of a whole volume."""
     return Region((0, 0, 0), shape)
 
 
@@ -304,7 +302,6 @@ class LruCache(Generic[Key, Made]):
                     self._making.pop(key, None)
 
     def peek(self, key: Key) -> Made | None:
-        """The value under a key, if there is one."""
         with self._lock:
             return self._entries.get(key)
 
@@ -314,7 +311,6 @@ class LruCache(Generic[Key, Made]):
             return key in self._entries or key in self._making
 
     def drop(self, key: Key) -> None:
-        """Forgets the value under a key."""
         with self._lock:
             if (dropped := self._entries.pop(key, None)) is not None:
                 self.held -= self._size(dropped)

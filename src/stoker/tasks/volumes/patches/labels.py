@@ -46,7 +46,6 @@ class LabelRules:
         return self.classes if self.ignore is None else self.ignore
 
     def check_kind(self, case: str, label: Volume) -> None:
-        """Refuses labels that are not integers."""
         if label.dtype.kind not in "iu":
             raise BadLabels(
                 "float-labels",
@@ -56,7 +55,6 @@ class LabelRules:
             )
 
     def check_values(self, case: str, name: str, voxels: Voxels) -> None:
-        """Refuses values that are neither a class nor the ignore label."""
         if not voxels.size:
             return
         low, high = int(voxels.min()), int(voxels.max())

@@ -30,7 +30,6 @@ from stoker.tasks.volumes.formats.volume import (
     Shape,
     Volume,
     Voxels,
-    as_shape,
     check_finite,
     read_padded,
 )
@@ -211,20 +210,17 @@ class PatchReader:
         rules.check_kind(case.id, volume)
         # Packing has checked every label.
         known = case.label.packed is not None and case.label.packed.has_only(rules.classes, rules.ignore)
-        inside = placement.region.within(volume.shape)
-        if inside == placement.region and volume.dtype == label.dtype:
-            read(inside, label)
-            if not known:
-                rules.check_values(case.id, volume.name, label)
-            return
-        label[...] = rules.outside
-        if inside.voxels:
-            voxels = read(inside)
+
+        def checked(part: Region, out: Voxels | None = None) -> Voxels:
+            voxels = read(part, out if volume.dtype == label.dtype else None)
             # Before they are narrowed: 256 would become 0.
             if not known:
                 rules.check_values(case.id, volume.name, voxels)
-            back = as_shape(-a for a in placement.region.start)
-            label[inside.moved(back).slices] = voxels
+            if out is not None and voxels is not out:
+                out[...] = voxels
+            return voxels
+
+        read_padded(volume, placement.region, label, rules.outside, checked)
 
     def _is_remote(self, ref: VolumeRef) -> bool:
         """Whether reading it waits for a network; not if it is mapped from a local copy."""

@@ -32,8 +32,14 @@ from stoker.tasks.volumes.formats.opening import library
 from stoker.tasks.volumes.formats.volume import Region, Shape, Volume
 from stoker.tasks.volumes.pack.write_volume import bytes_codec, create_zarr, remove
 from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain
-from stoker.tasks.volumes.predict.segmenter import Carried, Scale, mask_dtype
-from stoker.tasks.volumes.predict.windows import PredictionSize, SlidingWindow, WindowGrid
+from stoker.tasks.volumes.predict.segmenter import (
+    Carried,
+    PredictionSize,
+    Scale,
+    SlidingWindow,
+    WindowGrid,
+    mask_dtype,
+)
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 
 MANIFEST, UNFINISHED, LEASE = "prediction.json", ".unfinished", "lease"

@@ -48,13 +48,15 @@ from stoker.tasks.volumes.predict.postprocess import apply_step, parse_chain, wo
 from stoker.tasks.volumes.predict.segmenter import (
     Scale,
     Segmenter,
+    SlidingWindow,
+    WindowGrid,
     check_channels,
     decided,
     predict_volume,
+    prediction_size,
     scaled,
     segmenter_of,
 )
-from stoker.tasks.volumes.predict.windows import SlidingWindow, WindowGrid, prediction_size
 from stoker.tasks.volumes.segment import TrainedVolumeModel, open_trained
 
 SUBMISSION = "submission.zip"

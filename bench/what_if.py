@@ -61,8 +61,8 @@ def others_cores(observed: Observed) -> float:
     """Cores that other programs used during the observation."""
     assert observed.host is not None
     assert observed.host.cpu_busy_share is not None
-    ours = sum(batch.cpu_s or 0.0 for batch in observed.batches) + (observed.consumer_cpu_s or 0.0)
-    return max(0.0, observed.host.cpu_busy_share * observed.host.cpus - ours / observed.elapsed_s)
+    ours = sum(batch.cpu_s or 0.0 for batch in observed.batches) + (observed.times.consumer_cpu_s or 0.0)
+    return max(0.0, observed.host.cpu_busy_share * observed.host.cpus - ours / observed.times.elapsed_s)
 
 
 def try_one(calibration: Observed, engine: Literal["process", "thread"], kind: str, workers: int, prefetch: int,
@@ -78,11 +78,11 @@ def try_one(calibration: Observed, engine: Literal["process", "thread"], kind: s
     gain = speed_up(
         model, lambda one: replace(change(one), setup=replace(change(one).setup, cores=max(0.5, cpus - taken)))
     )
-    now = calibration.steps / calibration.elapsed_s
+    now = calibration.steps / calibration.times.elapsed_s
     return Trial(
         engine, kind, workers, prefetch,
         predicted=gain.expected * now, low=gain.low * now, high=gain.high * now,
-        measured=there.steps / there.elapsed_s, others_cores=taken,
+        measured=there.steps / there.times.elapsed_s, others_cores=taken,
     )  # fmt: skip
 
 

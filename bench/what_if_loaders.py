@@ -17,7 +17,7 @@ from bench.quiet import busy_seconds
 from stoker.attach.stages import read_schedule
 from stoker.loader.loader import LoaderOptions
 from stoker.loader.threads import ThreadEngine
-from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed
+from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, LoopTimes, Observed
 from stoker.tasks.images.image_loader import ImageBatch
 
 KINDS = {"io": (0.0, 24e-3), "cpu": (14e-3, 0.0), "mixed": (8e-3, 16e-3)}
@@ -156,8 +156,11 @@ def observe(engine: Literal["process", "thread"], kind: str, workers: int, prefe
     in_this_process = engine == "thread" or workers == 0
     own -= sum(cost.cpu_s or 0.0 for cost in costs) if in_this_process else 0.0
     return Observed(
-        source="trial", steps=len(steps), samples=SAMPLES * len(steps), elapsed_s=elapsed, wait_s=sum(waits),
-        compute_s=sum(steps), consumer_cpu_s=max(0.0, own), waits_s=tuple(waits), steps_s=tuple(steps),
+        source="trial", steps=len(steps), samples=SAMPLES * len(steps),
+        times=LoopTimes(
+            elapsed_s=elapsed, wait_s=sum(waits), compute_s=sum(steps), consumer_cpu_s=max(0.0, own),
+            waits_s=tuple(waits), steps_s=tuple(steps),
+        ),
         loader=LoaderShape(workers, prefetch, engine), batches=tuple(costs),
         host=HostFacts(cpus=cpus, cpu_busy_share=busy_share),
     )  # fmt: skip

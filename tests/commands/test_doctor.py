@@ -18,7 +18,7 @@ from stoker.doctor.diagnosing import keep_predictions, settle_predictions
 from stoker.doctor.diagnosis import Diagnosis, Prediction
 from stoker.doctor.screen import doctor_text
 from stoker.profile.clock_file import FORMAT
-from stoker.profile.observed import LoaderShape, Observed
+from stoker.profile.observed import LoaderShape, LoopRates, LoopTimes, Observed
 from stoker.profile.step_clock import BATCH_COLUMNS
 from tests.conftest import Run
 from tests.doctor.checks.observations import starved
@@ -295,7 +295,7 @@ def test_a_prediction_for_one_consumer_is_not_settled_by_another(tmp_path: Path)
     before = starved(cpu=0.04, loader=LoaderShape(workers=2, prefetch=2, batch_size=8))
     keep_predictions(tmp_path, Diagnosis("too-few-workers", "", (), before, (WORKERS,)))
     after = starved(cpu=0.04, workers=4, loader=LoaderShape(workers=4, prefetch=2, batch_size=8))
-    assert settle_predictions(tmp_path, replace(after, pace_images_per_second=800.0)) is None
+    assert settle_predictions(tmp_path, replace(after, rates=LoopRates(pace=800.0))) is None
     assert settle_predictions(tmp_path, after) is not None
 
 
@@ -319,5 +319,5 @@ def test_the_screen_has_a_verdict_a_bar_needs_and_fixes() -> None:
 def test_the_screen_of_an_empty_diagnosis_is_not_empty() -> None:
     from stoker.doctor.checks.verdict import judge
 
-    nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=("no batch was taken",))
+    nothing = Observed("script", 0, 0, LoopTimes(), missing=("no batch was taken",))
     assert "no batch was taken" in doctor_text(judge(nothing))

@@ -14,7 +14,7 @@ from stoker.doctor.script.recording import TracedStep
 from stoker.plan.records import TracedOp
 from stoker.plan.roofline import PRODUCT_EFFICIENCY
 from stoker.profile.datasheets import load_datasheet
-from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy
+from tests.doctor.checks.observations import BATCH, STEPS, batches, changed, healthy
 
 HIDDEN = healthy(
     elapsed_s=20.0 * STEPS, wait_s=0.1 * STEPS, compute_s=19.9 * STEPS, steps_s=(19.9,) * STEPS,
@@ -26,7 +26,7 @@ HIDDEN = healthy(
 def test_a_fast_consumer_waits_for_workers_that_a_slow_model_hides() -> None:
     seen = paced(HIDDEN, 0.4)
     assert seen is not None
-    assert seen.wait_share == pytest.approx(1 - 0.4 / 5.6, abs=0.02)
+    assert seen.times.wait_share == pytest.approx(1 - 0.4 / 5.6, abs=0.02)
     assert diagnosis_of(HIDDEN).verdict == "compute-bound"
     found = diagnosis_of(seen)
     assert found.verdict == "too-few-workers"
@@ -35,11 +35,11 @@ def test_a_fast_consumer_waits_for_workers_that_a_slow_model_hides() -> None:
 
 def test_programs_that_took_the_cores_meanwhile_do_not_count() -> None:
     assert HIDDEN.host is not None
-    crowded = replace(HIDDEN, host=replace(HIDDEN.host, cpu_busy_share=1.0), consumer_cpu_s=1.0 * STEPS)
+    crowded = changed(HIDDEN, host=replace(HIDDEN.host, cpu_busy_share=1.0), consumer_cpu_s=1.0 * STEPS)
     alone, beside = paced(HIDDEN, 0.4), paced(crowded, 0.4)
     assert alone is not None
     assert beside is not None
-    assert beside.wait_share == pytest.approx(alone.wait_share, abs=0.01)
+    assert beside.times.wait_share == pytest.approx(alone.times.wait_share, abs=0.01)
     assert diagnosis_of(beside).verdict == diagnosis_of(alone).verdict
 
 
@@ -74,8 +74,8 @@ def test_what_autocast_would_do_on_a_gpu_counts_in_16_bits() -> None:
 def test_a_slow_consumer_does_not_wait_and_too_few_batches_are_not_simulated() -> None:
     seen = paced(HIDDEN, 8.0)
     assert seen is not None
-    assert seen.wait_share == pytest.approx(0.0, abs=0.01)
-    assert seen.elapsed_s == pytest.approx(8.0 * STEPS, rel=0.01)
+    assert seen.times.wait_share == pytest.approx(0.0, abs=0.01)
+    assert seen.times.elapsed_s == pytest.approx(8.0 * STEPS, rel=0.01)
     assert paced(healthy(batches=batches(cpu=1.0, count=3)), 0.4) is None
 
 

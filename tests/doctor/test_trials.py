@@ -22,7 +22,7 @@ from stoker.doctor.diagnosing import to_confirm
 from stoker.doctor.diagnosis import Prediction
 from stoker.profile.clock_reading import observed_from
 from stoker.profile.host import fit_to_machine, read_machine
-from stoker.profile.observed import Observed
+from stoker.profile.observed import LoopTimes, Observed
 from stoker.trial.fork_server import Ended
 from stoker.trial.process import ceiling_trial, together_trial
 from tests.support.tiny_training import write_config, write_images
@@ -61,18 +61,18 @@ def test_a_paced_consumer_measures_everything_but_the_model(config_file: Path) -
     assert seen.missing == ("the model: replaced by a consumer of 400 images/s",)
     assert seen.source == "trial"
     assert seen.steps > 5
-    assert seen.elapsed_s > 0
-    assert seen.compute_s is not None
-    assert 0.019 * seen.steps <= seen.compute_s < 0.1 * seen.steps  # a sleep may take longer, but not less
-    parts = seen.wait_s + seen.compute_s + (seen.other_s or 0.0)
-    assert parts == pytest.approx(seen.elapsed_s, abs=1e-3)
-    assert seen.ceiling_images_per_second == 8 / 0.02
-    assert seen.loader_images_per_second is not None
-    assert seen.loader_images_per_second > 0
+    assert seen.times.elapsed_s > 0
+    assert seen.times.compute_s is not None
+    assert 0.019 * seen.steps <= seen.times.compute_s < 0.1 * seen.steps  # a sleep may take longer, but not less
+    parts = seen.times.wait_s + seen.times.compute_s + (seen.times.other_s or 0.0)
+    assert parts == pytest.approx(seen.times.elapsed_s, abs=1e-3)
+    assert seen.rates.ceiling == 8 / 0.02
+    assert seen.rates.loader is not None
+    assert seen.rates.loader > 0
     assert seen.batches
-    assert len(seen.waits_s) == len(seen.steps_s) > 0
+    assert len(seen.times.waits_s) == len(seen.times.steps_s) > 0
     assert {"fetch", "decode"} <= seen.stages.keys()
-    assert seen.epoch_starts_s
+    assert seen.times.epoch_starts_s
     assert seen.loader is not None
     assert (seen.loader.workers, seen.loader.samples) == (2, 60)
     assert seen.host is not None
@@ -95,12 +95,12 @@ def test_the_real_loop_is_tried_on_batches_in_memory_and_with_its_loader(config_
     found = together_trial(load(config_file), job(0.5), lambda _seconds: None)
     seen = observed_from(found["lines"], "the trial")
     assert seen.steps >= 1
-    assert seen.compute_s is not None
-    assert seen.compute_s > 0
+    assert seen.times.compute_s is not None
+    assert seen.times.compute_s > 0
     assert seen.torch_version is not None
     assert seen.convolves_3d is False
-    assert seen.consumer_cpu_s is not None
-    assert seen.consumer_cpu_s > 0
+    assert seen.times.consumer_cpu_s is not None
+    assert seen.times.consumer_cpu_s > 0
 
 
 def test_missing_data_is_reported_at_once(config_file: Path, tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_a_time_for_all_trials_includes_their_starts(config_file: Path, monkeypa
 def test_what_cannot_be_confirmed_is_said() -> None:
     row = Prediction("accelerator", "half the model's time", Estimate(1.8, 1.9, 2.0), Estimate(1.0, 1.0, 1.0))
     setting = replace(row, id="workers", label="num_workers 2 -> 1", settings=(("num_workers", 1),))
-    seen = Observed(source="trial", steps=10, samples=80, elapsed_s=1.0, wait_s=0.0)
+    seen = Observed("trial", 10, 80, LoopTimes(elapsed_s=1.0))
     assert to_confirm(judge(seen, (row, setting))) == (setting, "")
     assert "(half the model's time)" in to_confirm(judge(seen, (row,)))[1]
     assert "higher --seconds" in to_confirm(judge(seen))[1]
-    assert "no step" in to_confirm(judge(replace(seen, samples=0, steps=0, elapsed_s=0.0)))[1]
+    assert "no step" in to_confirm(judge(replace(seen, samples=0, steps=0, times=LoopTimes())))[1]

@@ -9,7 +9,17 @@ import pytest
 from stoker.doctor.diagnosis import Prediction
 from stoker.doctor.simulation import Setup, ThreadWork, simulate
 from stoker.doctor.what_if import model_of, speed_up, what_if, with_loader
-from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime, StorageFacts
+from stoker.profile.observed import (
+    BatchTime,
+    HostFacts,
+    LoaderShape,
+    LoopRates,
+    LoopTimes,
+    Observed,
+    StageTime,
+    StorageFacts,
+)
+from tests.doctor.checks.observations import changed
 
 
 def observed(*, cpu: float, blocked: float, step: float = 0.004, workers: int = 2, cpus: int = 8) -> Observed:
@@ -20,11 +30,13 @@ def observed(*, cpu: float, blocked: float, step: float = 0.004, workers: int = 
         source="script",
         steps=count,
         samples=8 * count,
-        elapsed_s=every * count,
-        wait_s=(every - step) * count,
-        consumer_cpu_s=0.0,
-        waits_s=(every - step,) * count,
-        steps_s=(step,) * count,
+        times=LoopTimes(
+            elapsed_s=every * count,
+            wait_s=(every - step) * count,
+            consumer_cpu_s=0.0,
+            waits_s=(every - step,) * count,
+            steps_s=(step,) * count,
+        ),
         loader=LoaderShape(workers=workers, prefetch=2, engine="process"),
         batches=(BatchTime(cpu + blocked, cpu, 0.0, blocked, 8, fetch_s=blocked),) * count,
         host=HostFacts(cpus=cpus),
@@ -64,7 +76,7 @@ def test_the_cpu_time_of_a_store_client_is_not_the_loops_and_is_gone_after_stagi
     # Two workers wait 200 ms for a batch; threads in the same process use 60 ms of CPU time to fetch it.
     storage = StorageFacts(remote=True, bytes_per_sample=100_000, local_bytes_per_second=1e9)
     shape = LoaderShape(workers=2, prefetch=2, engine="thread")
-    seen = replace(observed(cpu=0.04, blocked=0.2, cpus=2), storage=storage, consumer_cpu_s=200 * 0.068, loader=shape)
+    seen = changed(observed(cpu=0.04, blocked=0.2, cpus=2), storage=storage, consumer_cpu_s=200 * 0.068, loader=shape)
     model = model_of(seen)
     assert model is not None
     assert model.setup.consumer_threads == pytest.approx(2.0)
@@ -81,8 +93,8 @@ def test_the_cpu_time_of_a_store_client_is_not_the_loops_and_is_gone_after_stagi
 
 def test_a_paced_consumer_uses_no_cpu() -> None:
     shape = LoaderShape(workers=2, prefetch=2, engine="thread")
-    paced = replace(observed(cpu=0.04, blocked=0.2), pace_images_per_second=2000.0)
-    seen = replace(paced, consumer_cpu_s=200 * 0.003, loader=shape)
+    paced = replace(observed(cpu=0.04, blocked=0.2), rates=LoopRates(pace=2000.0))
+    seen = changed(paced, consumer_cpu_s=200 * 0.003, loader=shape)
     model = model_of(seen)
     assert model is not None
     assert model.steps[0].cpu_s == 0.0
@@ -127,7 +139,7 @@ def test_without_measurements_nothing_is_predicted() -> None:
     seen = observed(cpu=0.01, blocked=0.01)
     bare = tuple(replace(batch, cpu_s=None, runq_s=None, blocked_s=None) for batch in seen.batches)
     for lost in ({"batches": ()}, {"steps_s": ()}, {"loader": None}, {"batches": bare}):
-        assert what_if(replace(seen, **lost)) == ()
+        assert what_if(changed(seen, **lost)) == ()
 
 
 def test_the_interval_is_wider_where_batches_vary() -> None:

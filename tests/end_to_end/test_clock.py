@@ -22,12 +22,14 @@ def test_a_run_records_where_its_time_went(stoker: Run, tmp_path: Path) -> None:
     seen = read_observed(run)
     # The first step of each of the two epochs is counted separately.
     assert (seen.steps, seen.samples) == (STEPS - 2, 8 * (STEPS - 2))
-    assert len(seen.epoch_starts_s) == 2
-    assert seen.validation_s is not None
-    assert seen.validation_s > 0
-    assert seen.compute_s is not None
-    assert seen.other_s is not None
-    assert seen.wait_s + seen.compute_s + seen.other_s == pytest.approx(seen.elapsed_s, abs=1e-3)
+    assert len(seen.times.epoch_starts_s) == 2
+    assert seen.times.validation_s is not None
+    assert seen.times.validation_s > 0
+    assert seen.times.compute_s is not None
+    assert seen.times.other_s is not None
+    assert seen.times.wait_s + seen.times.compute_s + seen.times.other_s == pytest.approx(
+        seen.times.elapsed_s, abs=1e-3
+    )
     assert seen.stages["decode"].calls == STEPS
     assert seen.storage is not None
     assert seen.storage.bytes_per_sample is not None
@@ -35,7 +37,7 @@ def test_a_run_records_where_its_time_went(stoker: Run, tmp_path: Path) -> None:
     assert (seen.loader.workers, seen.loader.engine) == (1, "thread")
     told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     whole = sum(line["seconds"] for line in told if line["kind"] == "epoch")
-    assert seen.elapsed_s + sum(seen.epoch_starts_s) + seen.validation_s <= whole + 0.05
+    assert seen.times.elapsed_s + sum(seen.times.epoch_starts_s) + seen.times.validation_s <= whole + 0.05
     # The checkpoints are lost, and with them the steps.
     shutil.rmtree(run / "checkpoints")
     assert stoker("train", config).code == 0

@@ -84,13 +84,15 @@ def test_the_file_reads_back_to_the_sums_of_the_clock(tmp_path: Path) -> None:
     assert (seen.steps, seen.samples) == (clock.steps - 1, clock.samples - 256)
     assert clock.first_wait_s is not None
     wait_s = clock.wait_s - clock.first_wait_s
-    assert seen.wait_s == pytest.approx(wait_s, abs=1e-5)
-    assert seen.elapsed_s == pytest.approx(wait_s + others * (clock.total_s - clock.wait_s), abs=1e-5)
-    assert seen.compute_s == pytest.approx(others * clock.compute_s, abs=1e-5)
-    assert seen.wait_s + (seen.compute_s or 0) + (seen.other_s or 0) == pytest.approx(seen.elapsed_s, abs=1e-4)
-    assert seen.epoch_starts_s == pytest.approx([clock.first_wait_s], abs=1e-5)
-    assert seen.validation_s is not None
-    assert seen.validation_s >= 0.01
+    assert seen.times.wait_s == pytest.approx(wait_s, abs=1e-5)
+    assert seen.times.elapsed_s == pytest.approx(wait_s + others * (clock.total_s - clock.wait_s), abs=1e-5)
+    assert seen.times.compute_s == pytest.approx(others * clock.compute_s, abs=1e-5)
+    assert seen.times.wait_s + (seen.times.compute_s or 0) + (seen.times.other_s or 0) == pytest.approx(
+        seen.times.elapsed_s, abs=1e-4
+    )
+    assert seen.times.epoch_starts_s == pytest.approx([clock.first_wait_s], abs=1e-5)
+    assert seen.times.validation_s is not None
+    assert seen.times.validation_s >= 0.01
     assert seen.stages.keys() == clock.cost.stages.keys()
     for name, stage in clock.cost.stages.items():
         assert seen.stages[name].wall_s == pytest.approx(stage.wall_s, abs=1e-4)
@@ -117,8 +119,8 @@ def test_short_epochs_do_not_look_faster_than_long_ones() -> None:
     seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 40], "these")
     assert (seen.steps, seen.samples) == (200, 200 * 64)
     assert seen.images_per_second == pytest.approx(64 / 0.12)
-    assert seen.wait_share == pytest.approx(0.5)
-    assert seen.wait_s + (seen.compute_s or 0) == pytest.approx(seen.elapsed_s)
+    assert seen.times.wait_share == pytest.approx(0.5)
+    assert seen.times.wait_s + (seen.times.compute_s or 0) == pytest.approx(seen.times.elapsed_s)
     single = {"kind": "step", "steps": 1, "samples": 8, "wait_s": 0.0, "elapsed_s": 0.1, "epoch_starts_s": [1.0]}
     seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[single] * 3], "these")
     assert (seen.steps, seen.samples) == (3, 24)
@@ -177,8 +179,8 @@ def test_a_damaged_value_counts_as_not_measured() -> None:
         {"no": "kind"},
     ]
     seen = observed_from([begin, line, *damaged], "these")
-    assert (seen.steps, seen.samples, seen.wait_s, seen.elapsed_s) == (10, 80, 0.5, 1.0)
-    assert (seen.waits_s, seen.steps_s) == ((0.1, 0.2, 0.1, 0.2, 0.2), (0.3, 0.4, 0.3, 0.4, 0.4))
+    assert (seen.steps, seen.samples, seen.times.wait_s, seen.times.elapsed_s) == (10, 80, 0.5, 1.0)
+    assert (seen.times.waits_s, seen.times.steps_s) == ((0.1, 0.2, 0.1, 0.2, 0.2), (0.3, 0.4, 0.3, 0.4, 0.4))
     assert len(seen.batches) == 2
     assert seen.host is not None
     assert seen.host.cpu_busy_share == 0.5

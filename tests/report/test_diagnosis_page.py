@@ -11,7 +11,7 @@ import pytest
 from stoker.core.finding import Estimate
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.diagnosis import Confirmation, Diagnosis, Prediction
-from stoker.profile.observed import LoaderShape, Observed, SlowSample
+from stoker.profile.observed import LoaderShape, LoopTimes, Observed, SlowSample
 from stoker.report.document import diagnosis_document
 from stoker.report.page import report_document, report_page
 from tests.doctor.checks.observations import healthy, starved
@@ -60,7 +60,7 @@ def test_parts_that_could_not_be_distinguished_stay_together() -> None:
 
 
 def test_a_script_without_records_has_a_page_too(page: Page, tmp_path: Path) -> None:
-    nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=("no batch was taken",))
+    nothing = Observed("script", 0, 0, LoopTimes(), missing=("no batch was taken",))
     show(page, tmp_path, judge(nothing))
     assert page.problems == []
     assert "no batch was taken" in page.evaluate("document.body.innerText")

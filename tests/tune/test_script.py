@@ -15,7 +15,7 @@ import pytest
 
 from stoker.cli import main
 from stoker.core import child as child_process
-from stoker.profile.observed import Observed
+from stoker.profile.observed import LoopTimes, Observed
 from stoker.tune.records import Settings
 from stoker.tune.script import ScriptTrier, Template, read_template, windows_of
 from tests.doctor.script.conftest import SCRIPTS
@@ -147,9 +147,7 @@ def test_a_search_finds_the_workers_that_a_script_needs(
 def test_a_stall_counts_with_all_of_its_time() -> None:
     """49 steps of 10 ms and one of 1.51 s, twice: 50 steps in 2 s, not 100 a second in four parts of five."""
     times = (0.01,) * 29 + (1.51,) + (0.01,) * 20
-    observed = Observed(
-        source="script", steps=100, samples=400, elapsed_s=4.0, wait_s=0.0, waits_s=(0.0,) * 100, steps_s=2 * times
-    )
+    observed = Observed("script", 100, 400, LoopTimes(elapsed_s=4.0, waits_s=(0.0,) * 100, steps_s=2 * times))
     rates = windows_of(observed)
     assert len(rates) == 5
     assert statistics.fmean(rates) == pytest.approx(4 * 98 / 3.98)

@@ -13,7 +13,7 @@ import pytest
 from stoker.config import Config
 from stoker.doctor.simulation import Setup, ThreadWork, simulate
 from stoker.profile.host import HostConfig, Machine, fit_to_machine
-from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
+from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, LoopRates, LoopTimes, Observed, StageTime
 from stoker.trial.ledger import HARMLESS
 from stoker.tune.records import Measured, Outcome, Settings, State, Step, key_of
 from stoker.tune.space import (
@@ -75,10 +75,13 @@ class Simulated:
         )  # fmt: skip
         engine: Any = "main" if workers == 0 else settings["loader"]
         observed = Observed(
-            source="trial", steps=100, samples=100 * BATCH, elapsed_s=100 * step_s, wait_s=100 * wait_s,
-            compute_s=100 * self.pace_s, waits_s=(wait_s,) * 100, steps_s=(self.pace_s,) * 100, consumer_cpu_s=0.0,
+            source="trial", steps=100, samples=100 * BATCH,
+            times=LoopTimes(
+                elapsed_s=100 * step_s, wait_s=100 * wait_s, compute_s=100 * self.pace_s, consumer_cpu_s=0.0,
+                waits_s=(wait_s,) * 100, steps_s=(self.pace_s,) * 100,
+            ),
             loader=LoaderShape(workers, prefetch if workers else None, engine, batch_size=BATCH), batches=batches,
-            host=HostFacts(round(self.cores)), pace_images_per_second=BATCH / self.pace_s,
+            host=HostFacts(round(self.cores)), rates=LoopRates(pace=BATCH / self.pace_s),
             stages={"decode": StageTime(self.cpu_s), "fetch": StageTime(self.blocked_s, blocked_s=self.blocked_s)},
         )  # fmt: skip
         wiggle = 1 + 0.004 * math.sin(7 * len(self.ran))
@@ -205,7 +208,7 @@ def test_where_workers_wait_for_a_store_it_is_read_further_ahead_first() -> None
 
     def first(blocked_s: float, **keys: Any) -> list[Settings]:
         stages = {"fetch": StageTime(1.0, blocked_s=blocked_s)}
-        observed = Observed(source="trial", steps=1, samples=1, elapsed_s=1.0, wait_s=0.6, stages=stages)
+        observed = Observed("trial", 1, 1, LoopTimes(elapsed_s=1.0, wait_s=0.6), stages=stages)
         return proposed(config, state(config, wait_share=0.6, observed=observed), paced=True, **keys)[:2]
 
     assert first(0.9, remote=True) == [{"lookahead": 256_000_000}, {"lookahead": 4_000_000}], (

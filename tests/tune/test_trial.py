@@ -64,7 +64,7 @@ def test_the_same_training_has_the_same_ledger_whatever_the_loader_does(attempt:
     assert original.observed is not None
     assert original.observed.loader is not None
     assert original.observed.loader.workers == 2
-    assert original.observed.pace_images_per_second == pytest.approx(8 / 0.002)
+    assert original.observed.rates.pace == pytest.approx(8 / 0.002)
     assert original.peak_bytes is None or original.peak_bytes > 50_000_000
     assert original.start_s is not None
     assert original.took_s > SECONDS
@@ -97,8 +97,8 @@ def test_the_real_step_is_fed_what_the_paced_consumer_is(attempt: Callable[..., 
     real = attempt(pace_s=None)
     assert real.result == "measured", real.detail
     assert real.observed is not None
-    assert real.observed.compute_s is not None
-    assert real.observed.compute_s > 0
+    assert real.observed.times.compute_s is not None
+    assert real.observed.times.compute_s > 0
     assert real.ledger == attempt().ledger
     assert real.epoch_samples == 48
 

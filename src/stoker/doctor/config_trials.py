@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from stoker.profile.clock_reading import NEWEST, known_facts
 from stoker.profile.host import HostConfig, read_machine
-from stoker.profile.observed import AcceleratorFacts, Observed, StorageFacts
+from stoker.profile.observed import AcceleratorFacts, LoopRates, LoopTimes, Observed, StorageFacts
 from stoker.tasks.base import task_for
 from stoker.trial.fork_server import Ended, patience_after
 from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
@@ -109,20 +109,17 @@ def _observed(config: HostConfig, found: dict[str, Ended], missing: list[str], p
         seen = replace(observed_in(found["together"], config, pace_s), missing=())
     else:
         pace = None if pace_s is None else config.batch_size / pace_s
-        seen = Observed(
-            source="trial", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, pace_images_per_second=pace,
-            ceiling_images_per_second=pace,
-        )  # fmt: skip
+        seen = Observed("trial", 0, 0, LoopTimes(), LoopRates(ceiling=pace, pace=pace))
     if "ceiling" in found:
         ceiling = found["ceiling"].result
-        seen = replace(seen, ceiling_images_per_second=ceiling["images_per_second"])
+        seen = replace(seen, rates=replace(seen.rates, ceiling=ceiling["images_per_second"]))
         if ceiling["accelerator"] is not None:
             seen = replace(seen, accelerator=known_facts(AcceleratorFacts, ceiling["accelerator"]))
     if "storage" in found:
         missing = [*missing, *found["storage"].result["missing"]]
         seen = replace(seen, storage=known_facts(StorageFacts, found["storage"].result["storage"]))
     if "loader" in found:
-        seen = replace(seen, loader_images_per_second=found["loader"].result["images_per_second"])
+        seen = replace(seen, rates=replace(seen.rates, loader=found["loader"].result["images_per_second"]))
     if any(stage.cpu_s is None for stage in seen.stages.values()):
         missing.append("running, run queue and blocking of the workers: this kernel has no /proc/thread-self/schedstat")
     return replace(seen, missing=tuple(missing))

@@ -23,7 +23,7 @@ from stoker.doctor.checks.facts import Facts
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.diagnosis import Confirmation, Diagnosis, Prediction
 from stoker.doctor.what_if import WORTH_SAYING, what_if
-from stoker.profile.observed import LoaderShape, Observed
+from stoker.profile.observed import LoaderShape, LoopTimes, Observed
 
 if TYPE_CHECKING:
     from stoker.doctor.pacing import ScriptPace
@@ -81,7 +81,7 @@ def _of_script(
             script, steps=steps, seconds=seconds, trace=consumer is not None and consumer.card is not None
         )
     if ended.observed is None:
-        nothing = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=ended.notes)
+        nothing = Observed("script", 0, 0, LoopTimes(), missing=ended.notes)
         return judge(nothing), ended.exit_code
     say_notes(ended.notes)
     observed = _with_local_disk(ended.observed)
@@ -282,7 +282,7 @@ def settle_predictions(folder: Path, observed: Observed) -> Confirmation | None:
 def _settings(shape: LoaderShape, observed: Observed) -> dict[str, Any]:
     """What must be the same, apart from the change, for two measurements to be comparable: also the consumer's pace."""
     found = {"num_workers": shape.workers, "prefetch_factor": shape.prefetch or 2, "batch_size": shape.batch_size}
-    pace = observed.pace_images_per_second
+    pace = observed.rates.pace
     return found if pace is None else found | {"pace": round(pace, 3)}
 
 

@@ -86,9 +86,9 @@ class Diagnosis:
         observed = self.observed
         document: dict[str, Any] = {
             "verdict": self.verdict,
-            "wait_share": observed.wait_share,
+            "wait_share": observed.times.wait_share,
             "images_per_second": observed.images_per_second,
-            "ceiling_images_per_second": observed.ceiling_images_per_second,
+            "ceiling_images_per_second": observed.rates.ceiling,
             "stages": {
                 name: {part: getattr(stage, part) for part in ("wall_s", "cpu_s", "runq_s", "blocked_s")}
                 for name, stage in observed.stages.items()
@@ -112,14 +112,14 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 METRICS: dict[str, Callable[[Observed], float | None]] = {
-    "wait_share": lambda seen: seen.wait_share,
+    "wait_share": lambda seen: seen.times.wait_share,
     "images_per_second": lambda seen: seen.images_per_second if seen.samples else None,
-    "ceiling_images_per_second": lambda seen: seen.ceiling_images_per_second,
-    "loader_images_per_second": lambda seen: seen.loader_images_per_second,
-    "step_s": lambda seen: seen.elapsed_s / seen.steps if seen.steps else None,
-    "transfer_share": lambda seen: _share(seen.transfer_s, seen),
-    "compute_share": lambda seen: _share(seen.compute_s, seen),
-    "epoch_start_s": lambda seen: max(seen.epoch_starts_s[1:], default=None),
+    "ceiling_images_per_second": lambda seen: seen.rates.ceiling,
+    "loader_images_per_second": lambda seen: seen.rates.loader,
+    "step_s": lambda seen: seen.times.elapsed_s / seen.steps if seen.steps else None,
+    "transfer_share": lambda seen: _share(seen.times.transfer_s, seen),
+    "compute_share": lambda seen: _share(seen.times.compute_s, seen),
+    "epoch_start_s": lambda seen: max(seen.times.epoch_starts_s[1:], default=None),
 }
 _FORM = re.compile(r"^\s*([A-Za-z_]\w*)\s*(>=|<=|>|<)\s*(\S+?)\s*$")
 
@@ -166,4 +166,4 @@ def check_gates(gates: Sequence[Gate], observed: Observed) -> list[str]:
 
 
 def _share(seconds: float | None, seen: Observed) -> float | None:
-    return None if seconds is None or seen.elapsed_s <= 0 else seconds / seen.elapsed_s
+    return None if seconds is None or seen.times.elapsed_s <= 0 else seconds / seen.times.elapsed_s

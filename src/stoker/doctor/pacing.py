@@ -18,7 +18,7 @@ from stoker.doctor.simulation import ThreadWork
 from stoker.doctor.what_if import model_of, rate_of
 from stoker.plan.records import Rate
 from stoker.profile.datasheets import Datasheet, load_datasheet
-from stoker.profile.observed import BatchTime, Observed, StageTime
+from stoker.profile.observed import BatchTime, LoopTimes, Observed, StageTime
 
 Timed = TypeVar("Timed", BatchTime, StageTime)
 _STEP = re.compile(r"\s*([0-9.]+)\s*(ms|s)\s*")
@@ -131,20 +131,18 @@ def paced(observed: Observed, step_s: float, words: str = "a simulated consumer"
     steps = observed.steps
     return replace(
         observed,
-        elapsed_s=steps * (step_s + wait_s),
-        wait_s=steps * wait_s,
-        transfer_s=None,
-        compute_s=steps * step_s,
-        other_s=None,
-        consumer_cpu_s=0.0,
-        validation_s=None,
-        epoch_starts_s=(),
-        waits_s=(wait_s,) * min(steps, SHOWN),
-        steps_s=(step_s,) * min(steps, SHOWN),
-        ready_batches=(),
+        times=LoopTimes(
+            elapsed_s=steps * (step_s + wait_s),
+            wait_s=steps * wait_s,
+            compute_s=steps * step_s,
+            consumer_cpu_s=0.0,
+            consumer_runq_s=observed.times.consumer_runq_s,
+            waits_s=(wait_s,) * min(steps, SHOWN),
+            steps_s=(step_s,) * min(steps, SHOWN),
+        ),
         batches=tuple(map(_without_queueing, observed.batches)),
         stages={name: _without_queueing(stage) for name, stage in observed.stages.items()},
-        pace_images_per_second=observed.samples / steps / step_s,
+        rates=replace(observed.rates, pace=observed.samples / steps / step_s),
         host=None if observed.host is None else replace(observed.host, cpu_busy_share=None),
         missing=(*observed.missing, f"the model: replaced by {words}"),
     )

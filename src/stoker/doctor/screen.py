@@ -41,12 +41,12 @@ def _verdict_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def _step_lines(observed: Observed) -> list[str]:
-    elapsed = observed.elapsed_s
+    elapsed = observed.times.elapsed_s
     if not observed.steps or elapsed <= 0:
         return []
-    parts = [(label, sign, getattr(observed, name)) for name, label, sign in PARTS]
+    parts = [(label, sign, getattr(observed.times, name)) for name, label, sign in PARTS]
     if all(seconds is None for _, _, seconds in parts[1:]):
-        parts = [parts[0], ("everything else", "█", elapsed - observed.wait_s)]
+        parts = [parts[0], ("everything else", "█", elapsed - observed.times.wait_s)]
     known = [(label, sign, seconds / elapsed) for label, sign, seconds in parts if seconds]
     bar = "".join(sign * width for (_, sign, _), width in zip(known, _widths([s for *_, s in known]), strict=True))
     per_second = observed.images_per_second if observed.samples else None
@@ -57,7 +57,7 @@ def _step_lines(observed: Observed) -> list[str]:
         f"  {bar}",
     ]
     lines.append("  " + "   ".join(shown))
-    starts = observed.epoch_starts_s[1:]
+    starts = observed.times.epoch_starts_s[1:]
     if starts:
         lines.append(
             f"  not included above: {count(len(starts), 'epoch start')} of {duration_text(sum(starts) / len(starts))}"

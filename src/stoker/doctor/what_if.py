@@ -245,14 +245,14 @@ def model_of(observed: Observed) -> LoaderModel | None:
     """The observation as input of the simulation; None if too little was measured."""
     rate, shape = observed.images_per_second, observed.loader
     known = [b for b in observed.batches if b.cpu_s is not None and b.blocked_s is not None]
-    if rate is None or shape is None or len(known) < FEWEST_BATCHES or not observed.steps_s:
+    if rate is None or shape is None or len(known) < FEWEST_BATCHES or not observed.times.steps_s:
         return None
     cpus = float(observed.host.cpus) if observed.host is not None else float(max(1, shape.workers))
     batches = tuple(ThreadWork(b.cpu_s or 0.0, b.blocked_s or 0.0) for b in known)
     worker_cpu = sum(work.cpu_s for work in batches) / len(batches)
-    batches_per_second = observed.steps / observed.elapsed_s
+    batches_per_second = observed.steps / observed.times.elapsed_s
     used_cpu = _step_cpu(observed, worker_cpu, cpus)
-    mean_step = max(1e-9, statistics.fmean(observed.steps_s))
+    mean_step = max(1e-9, statistics.fmean(observed.times.steps_s))
     step_cpu = _own_cpu(observed, shape, used_cpu, cpus * mean_step)
     # With batches that are already there nothing else uses the cores: the step by itself.
     alone = _alone(observed, mean_step)
@@ -260,7 +260,8 @@ def model_of(observed: Observed) -> LoaderModel | None:
     share = min(1.0, step_cpu / threads / mean_step)
     handover = _handover(observed)
     steps = tuple(
-        ThreadWork(handover + alone * seconds * share, alone * seconds * (1 - share)) for seconds in observed.steps_s
+        ThreadWork(handover + alone * seconds * share, alone * seconds * (1 - share))
+        for seconds in observed.times.steps_s
     )
     others = _others(observed, worker_cpu + used_cpu, batches_per_second)
     fetching = _fetching(known, used_cpu - step_cpu)
@@ -291,7 +292,7 @@ def _own_cpu(observed: Observed, shape: LoaderShape, used_cpu: float, most_cpu: 
     while it does not wait, and a paced consumer not at all; the rest is theirs."""
     if shape.engine == "process":
         return used_cpu
-    return 0.0 if observed.pace_images_per_second is not None else min(used_cpu, most_cpu)
+    return 0.0 if observed.rates.pace is not None else min(used_cpu, most_cpu)
 
 
 def _fetching(batches: Sequence[BatchTime], threads_cpu: float) -> tuple[ThreadWork, ...] | None:
@@ -304,40 +305,40 @@ def _fetching(batches: Sequence[BatchTime], threads_cpu: float) -> tuple[ThreadW
 
 def _alone(observed: Observed, mean_step: float) -> float:
     """How long a step takes by itself, according to the ceiling, relative to its time beside the workers."""
-    if not observed.ceiling_images_per_second or not observed.steps:
+    if not observed.rates.ceiling or not observed.steps:
         return 1.0
-    return min(1.0, observed.samples / observed.steps / observed.ceiling_images_per_second / mean_step)
+    return min(1.0, observed.samples / observed.steps / observed.rates.ceiling / mean_step)
 
 
 def _step_cpu(observed: Observed, worker_cpu: float, cpus: float) -> float:
     """CPU seconds of the loop itself in one step. If not measured: without an accelerator the loop computes on a core,
     with one it mostly waits."""
     steps = max(1, observed.steps)
-    if observed.consumer_cpu_s is not None:
-        return observed.consumer_cpu_s / steps
+    if observed.times.consumer_cpu_s is not None:
+        return observed.times.consumer_cpu_s / steps
     accelerated = observed.accelerator is not None and bool(observed.accelerator.name or observed.accelerator.count)
     if accelerated:
         return 0.0
     busy = observed.host.cpu_busy_share if observed.host is not None else None
     if busy is None:
         return 0.0
-    used = busy * cpus * observed.elapsed_s / steps - worker_cpu
-    return max(0.0, min(used, cpus * statistics.fmean(observed.steps_s)))
+    used = busy * cpus * observed.times.elapsed_s / steps - worker_cpu
+    return max(0.0, min(used, cpus * statistics.fmean(observed.times.steps_s)))
 
 
 def _others(observed: Observed, ours_a_batch: float, batches_per_second: float) -> float:
     """Cores that other programs used meanwhile."""
-    if observed.host is None or observed.host.cpu_busy_share is None or observed.consumer_cpu_s is None:
+    if observed.host is None or observed.host.cpu_busy_share is None or observed.times.consumer_cpu_s is None:
         return 0.0
     return max(0.0, observed.host.cpu_busy_share * observed.host.cpus - ours_a_batch * batches_per_second)
 
 
 def _handover(observed: Observed) -> float:
     """What it costs to take a batch that is ready: the shortest waits, if they are short enough to be that."""
-    if not observed.waits_s:
+    if not observed.times.waits_s:
         return 0.0
-    shortest = sorted(observed.waits_s)[len(observed.waits_s) // 10]
-    return shortest if shortest < 0.1 * statistics.fmean(observed.steps_s) else 0.0
+    shortest = sorted(observed.times.waits_s)[len(observed.times.waits_s) // 10]
+    return shortest if shortest < 0.1 * statistics.fmean(observed.times.steps_s) else 0.0
 
 
 def _fetched_bytes(observed: Observed, samples: Sequence[int]) -> tuple[float, ...] | None:

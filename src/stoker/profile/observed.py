@@ -291,16 +291,12 @@ class LoopHabits:
 
 
 @dataclass(frozen=True)
-class Observed:
-    """Facts about steady training, without the first batch of an epoch and without validation."""
+class LoopTimes:
+    """Where the time of steady steps went."""
 
-    source: Literal["run", "script", "trial"]
-    steps: int
-    samples: int
-    """Samples consumed by those steps, on this rank."""
-    elapsed_s: float
+    elapsed_s: float = 0.0
     """Duration of those steps: wait + transfer + compute + other."""
-    wait_s: float
+    wait_s: float = 0.0
     """Time that the loop spent in the loader's `__next__`."""
     transfer_s: float | None = None
     compute_s: float | None = None
@@ -316,21 +312,40 @@ class Observed:
     """Waits of single steps, in order; the newest few hundred."""
     steps_s: tuple[float, ...] = ()
     """The same steps without their wait."""
-    ready_batches: tuple[int, ...] = ()
-    """Batches that were ready when each of these steps asked for one; -1 if unknown. If the loop waits although some
-    are ready, it waits for the next one in order."""
+
+    @property
+    def wait_share(self) -> float | None:
+        """Share of the steps' time in which the loop waited for data."""
+        return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else None
+
+
+@dataclass(frozen=True)
+class LoopRates:
+    """Samples per second of parts of the loop on their own."""
+
+    ceiling: float | None = None
+    """With batches that are already in memory."""
+    pace: float | None = None
+    """Of a consumer that replaced the model; None if the model itself ran."""
+    loader: float | None = None
+    """Of the loader, with a consumer that takes no time."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Facts about steady training, without the first batch of an epoch and without validation."""
+
+    source: Literal["run", "script", "trial"]
+    steps: int
+    samples: int
+    """Samples consumed by those steps, on this rank."""
+    times: LoopTimes
+    rates: LoopRates = field(default_factory=LoopRates)
     loader: LoaderShape | None = None
-    other_loaders: int = 0
     stages: dict[str, StageTime] = field(default_factory=dict)
     batches: tuple[BatchTime, ...] = ()
     """The newest few hundred batches, in the order in which they were handed out."""
     slow_samples: tuple[SlowSample, ...] = ()
-    ceiling_images_per_second: float | None = None
-    """Rate with batches that are already in memory."""
-    pace_images_per_second: float | None = None
-    """Rate of a consumer that replaced the model; None if the model itself ran."""
-    loader_images_per_second: float | None = None
-    """Rate of the loader alone, with a consumer that takes no time."""
     host: HostFacts | None = None
     storage: StorageFacts | None = None
     accelerator: AcceleratorFacts | None = None
@@ -355,11 +370,6 @@ class Observed:
         return "half the model's time" if self.accelerator is None else "a 2x faster accelerator"
 
     @property
-    def wait_share(self) -> float | None:
-        """Share of the steps' time in which the loop waited for data."""
-        return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else None
-
-    @property
     def unit(self) -> str:
         """What a sample is: an image, a patch of a volume, or the 3D sample of a script."""
         if not self.convolves_3d:
@@ -368,4 +378,4 @@ class Observed:
 
     @property
     def images_per_second(self) -> float | None:
-        return self.samples / self.elapsed_s if self.elapsed_s > 0 else None
+        return self.samples / self.times.elapsed_s if self.times.elapsed_s > 0 else None

@@ -240,10 +240,10 @@ def diagnosis_document(diagnosis: Diagnosis, name: str) -> Document:
     """Like `RunReader.document`; what only a run folder has is empty."""
     observed, steps = diagnosis.observed, diagnosis.observed.steps
     # All but the wait is one part if compute was not measured.
-    parts = {part: getattr(observed, f"{part}_s") for part in PARTS}
+    parts = {part: getattr(observed.times, f"{part}_s") for part in PARTS}
     if parts["compute"] is None:
-        parts = {"wait": observed.wait_s, "rest": observed.elapsed_s - observed.wait_s}
-    besides = {"epoch_starts": sum(observed.epoch_starts_s), "validation": observed.validation_s or 0.0}
+        parts = {"wait": observed.times.wait_s, "rest": observed.times.elapsed_s - observed.times.wait_s}
+    besides = {"epoch_starts": sum(observed.times.epoch_starts_s), "validation": observed.times.validation_s or 0.0}
     confirmed = [] if diagnosis.confirmation is None else [diagnosis.confirmation.as_dict()]
     predicted = [prediction.as_dict() for prediction in diagnosis.predictions]
     return {
@@ -252,15 +252,15 @@ def diagnosis_document(diagnosis: Diagnosis, name: str) -> Document:
         "state": STATES[observed.source],
         "ending": None,
         "figures": {
-            "wait_share": rounded(observed.wait_share),
+            "wait_share": rounded(observed.times.wait_share),
             "images_per_second": rounded(observed.images_per_second) if observed.samples else None,
-            "step_ms": rounded(1e3 * observed.elapsed_s / steps) if steps else None,
-            "elapsed_s": rounded(observed.elapsed_s) if steps else None,
+            "step_ms": rounded(1e3 * observed.times.elapsed_s / steps) if steps else None,
+            "elapsed_s": rounded(observed.times.elapsed_s) if steps else None,
             "step": steps,
             "updated": time.time(),
         },
         "parts": {part: rounded(seconds) for part, seconds in parts.items() if seconds is not None} if steps else {},
-        "split": observed.compute_s is not None,
+        "split": observed.times.compute_s is not None,
         "besides": {name: rounded(seconds) for name, seconds in besides.items() if seconds > 0},
         "timeline": timeline_columns(_intervals(observed)),
         "epochs": {},
@@ -284,13 +284,13 @@ def diagnosis_document(diagnosis: Diagnosis, name: str) -> Document:
 def _intervals(observed: Observed) -> list[StepTimes]:
     """One interval for each of the newest steps."""
     images = observed.samples / observed.steps if observed.steps else 0.0
-    first = max(0, observed.steps - len(observed.waits_s))
+    first = max(0, observed.steps - len(observed.times.waits_s))
     return [
         StepTimes(
             first + number, None, 1, {"wait": wait_s, "rest": rest_s},
             images / (wait_s + rest_s) if images and wait_s + rest_s > 0 else None,
         )
-        for number, (wait_s, rest_s) in enumerate(zip(observed.waits_s, observed.steps_s, strict=False), 1)
+        for number, (wait_s, rest_s) in enumerate(zip(observed.times.waits_s, observed.times.steps_s, strict=False), 1)
     ]  # fmt: skip
 
 

@@ -222,13 +222,13 @@ def time_spent(folder: RunFolder) -> TimeSpent:
     except UserError:  # a run of another version
         return TimeSpent()
     # Observed leaves out the first step of each epoch, except for its wait.
-    firsts = len(seen.epoch_starts_s)
+    firsts = len(seen.times.epoch_starts_s)
     costs = [record for record in read_metrics(folder.metrics_file, "step") if "batch/wall_s" in record]
     last = costs[-1] if costs else {}  # the mean over most of the last epoch
     return TimeSpent(
-        computing_s=(seen.elapsed_s - seen.wait_s) * (1 + firsts / max(1, seen.steps)),
-        waiting_s=seen.wait_s + sum(seen.epoch_starts_s),
-        validation_s=seen.validation_s,
+        computing_s=(seen.times.elapsed_s - seen.times.wait_s) * (1 + firsts / max(1, seen.steps)),
+        waiting_s=seen.times.wait_s + sum(seen.times.epoch_starts_s),
+        validation_s=seen.times.validation_s,
         images_per_second=seen.images_per_second,
         stages_s={name: last[f"batch/{name}_s"] for name in STAGES if last.get(f"batch/{name}_s")},
     )

@@ -9,7 +9,7 @@ from typing import Any
 from stoker.config import config_values
 from stoker.profile.clock_reading import observed_from
 from stoker.profile.host import HostConfig
-from stoker.profile.observed import Observed
+from stoker.profile.observed import LoopRates, Observed
 from stoker.tasks.base import task_for
 from stoker.trial.fork_server import Ended, ForkServer
 
@@ -50,4 +50,4 @@ def observed_in(ended: Ended, config: HostConfig, pace_s: float | None) -> Obser
     """The clock's figures of a `together` trial that was measured."""
     pace = None if pace_s is None else config.batch_size / pace_s
     seen = observed_from(ended.result["lines"], "the trial")
-    return replace(seen, source="trial", pace_images_per_second=pace, ceiling_images_per_second=pace)
+    return replace(seen, source="trial", rates=LoopRates(ceiling=pace, pace=pace))

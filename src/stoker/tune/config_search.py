@@ -208,7 +208,7 @@ class ConfigTrier:
             self._first_took_s = ended.took_s
         answer, observed = ended.result, observed_in(ended, self.config, self._pace_s)
         return Measured(
-            "measured", windows=tuple(answer["windows"]), wait_share=observed.wait_share,
+            "measured", windows=tuple(answer["windows"]), wait_share=observed.times.wait_share,
             first_batch_s=answer["first_batch_s"], start_s=answer["start_s"] + self._server.import_s,
             peak_bytes=ended.peak_bytes, took_s=ended.took_s, ledger=answer["ledger"], observed=observed,
             epoch_samples=answer["epoch_samples"],

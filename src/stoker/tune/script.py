@@ -260,13 +260,13 @@ class ScriptTrier:
             windows = () if observed is None else windows_of(observed)
             result, detail = _ending(ended.result, windows, tail_of(folder))
             if observed is not None and observed.steps and not windows and ended.result["stopped"]:
-                self._least_s = ENOUGH_STEPS * observed.elapsed_s / observed.steps
+                self._least_s = ENOUGH_STEPS * observed.times.elapsed_s / observed.steps
         if observed is None or result != "measured":
             detail = "\n".join([detail, *tail_of(folder).splitlines()[-SHOWN_LINES:]])
             return Measured(result, took_s=ended.took_s, peak_bytes=ended.peak_bytes, detail=detail)
-        starts = observed.epoch_starts_s
+        starts = observed.times.epoch_starts_s
         return Measured(
-            "measured", windows=windows, wait_share=observed.wait_share, took_s=ended.took_s,
+            "measured", windows=windows, wait_share=observed.times.wait_share, took_s=ended.took_s,
             peak_bytes=ended.peak_bytes, first_batch_s=sum(starts) / len(starts) if starts else None,
             observed=observed, epoch_samples=None if observed.loader is None else observed.loader.samples,
         )  # fmt: skip
@@ -306,7 +306,7 @@ def tail_of(folder: Path) -> str:
 
 def windows_of(observed: Observed) -> tuple[float, ...]:
     """Samples per second in consecutive parts of the time that the steps took, without the first of them."""
-    times = [wait + work for wait, work in zip(observed.waits_s, observed.steps_s, strict=False)]
+    times = [wait + work for wait, work in zip(observed.times.waits_s, observed.times.steps_s, strict=False)]
     if len(times) < FEWEST_STEPS or not observed.steps or not observed.samples:
         return ()
     shape = observed.loader

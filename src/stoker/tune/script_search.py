@@ -145,7 +145,7 @@ def _workers(template: Template, state: State, model: LoaderModel | None, cpus: 
     # DataLoader refuses prefetch_factor without workers.
     least = 1 if "prefetch_factor" in state.best else 0
     counts = sorted(n for n in place.values or worker_counts(cpus, now, least=least, most=fit) if isinstance(n, int))
-    share = 0.0 if observed is None else observed.wait_share or 0.0
+    share = 0.0 if observed is None else observed.times.wait_share or 0.0
     waiting = f"{100 * share:.0f} % of a step is spent waiting for data" if observed is not None else "not measured yet"
     changed = any(count != state.original["num_workers"] for count in _values_seen("num_workers", state))
     free = "prefetch_factor" in template and template["prefetch_factor"].values is None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, Observed, StageTime
+from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, LoopTimes, Observed, StageTime
 
 STEPS = 100
 BATCH = 8
@@ -17,18 +17,26 @@ def healthy(**changes: Any) -> Observed:
         source="script",
         steps=STEPS,
         samples=STEPS * BATCH,
-        elapsed_s=10.0,
-        wait_s=0.05,
-        compute_s=9.9,
-        other_s=0.05,
-        consumer_cpu_s=1.0,
-        waits_s=(0.0005,) * STEPS,
-        steps_s=(0.0995,) * STEPS,
+        times=LoopTimes(
+            elapsed_s=10.0,
+            wait_s=0.05,
+            compute_s=9.9,
+            other_s=0.05,
+            consumer_cpu_s=1.0,
+            waits_s=(0.0005,) * STEPS,
+            steps_s=(0.0995,) * STEPS,
+        ),
         loader=LoaderShape(workers=2, prefetch=2, engine="process", persistent=True, batch_size=BATCH),
         batches=batches(cpu=0.01),
         host=HostFacts(cpus=8),
     )
-    return replace(observed, **changes)
+    return changed(observed, **changes)
+
+
+def changed(observed: Observed, **changes: Any) -> Observed:
+    """With other values, also of its times."""
+    times = {one.name: changes.pop(one.name) for one in fields(LoopTimes) if one.name in changes}
+    return replace(observed, times=replace(observed.times, **times), **changes)
 
 
 def starved(*, cpu: float, runq: float = 0.0, blocked: float = 0.0, workers: int = 2, **changes: Any) -> Observed:

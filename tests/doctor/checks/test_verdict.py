@@ -17,17 +17,18 @@ from stoker.profile.observed import (
     BatchTime,
     HostFacts,
     LoaderShape,
+    LoopTimes,
     Observed,
     SlowSample,
     StorageFacts,
 )
-from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy, stages, starved
+from tests.doctor.checks.observations import BATCH, STEPS, batches, changed, healthy, stages, starved
 from tests.support.documents import PROJECT
 
 FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
 
 
-EMPTY = Observed(source="script", steps=0, samples=0, elapsed_s=0.0, wait_s=0.0, missing=("no DataLoader",))
+EMPTY = Observed("script", 0, 0, LoopTimes(), missing=("no DataLoader",))
 QUOTA = HostFacts(cpus=2, cpu_busy_share=0.3)
 CROWDED = LoaderShape(workers=2, prefetch=2, threads_per_worker=4)
 RESTARTED = LoaderShape(workers=2, prefetch=2, persistent=False)
@@ -156,7 +157,7 @@ def test_a_few_slow_samples_are_named() -> None:
 
 def test_with_few_slow_batches_most_work_is_in_unfinished_ones() -> None:
     slow = batches(cpu=0.01, blocked=4.0, count=1)
-    few = replace(starved(cpu=0.01), steps=1, samples=8, elapsed_s=4.1, wait_s=4.0, batches=slow, stages={})
+    few = changed(starved(cpu=0.01), steps=1, samples=8, elapsed_s=4.1, wait_s=4.0, batches=slow, stages={})
     assert few.loader is not None
     few = replace(few, loader=replace(few.loader, workers=4))
     assert Facts(few).busy_workers == pytest.approx(0.245, abs=0.01)
@@ -193,7 +194,7 @@ def test_torch_2_9_with_3d_convolutions(version: str | None, said: bool) -> None
 
 def test_needs_are_listed_next_to_what_is_available() -> None:
     storage = StorageFacts(bytes_per_sample=100_000, cold_bytes_per_second=20e6)
-    needs = judge(starved(cpu=0.04, storage=storage, ceiling_images_per_second=1600.0)).needs
+    needs = judge(starved(cpu=0.04, storage=storage, rates=LoopRates(ceiling=1600.0))).needs
     cpu, cold = {need.what: need for need in needs}["CPU"], {need.what: need for need in needs}["storage, cold"]
     assert cpu.has == pytest.approx(8 / (0.04 / BATCH))
     assert cpu.covered == pytest.approx(1.0)
@@ -242,7 +243,7 @@ def test_with_full_cores_more_workers_promise_no_more_than_the_prediction() -> N
 def test_a_loop_that_computes_on_the_same_cores_leaves_them_while_it_waits() -> None:
     # One worker on two cores, and a loop whose threads use almost all of the second one.
     alone = starved(cpu=0.04, workers=1, host=FULL, stages=stages(decode=batches(cpu=0.04)))
-    busy = replace(alone, consumer_cpu_s=3.6)
+    busy = changed(alone, consumer_cpu_s=3.6)
     few = Prediction("workers", "num_workers 1 -> 2", Estimate(1.3, 1.4, 1.5), Estimate(1, 1, 1), (("num_workers", 2),))
     little = replace(few, speedup=Estimate(1.0, 1.1, 1.2))
     assert judge(busy, (few,)).verdict == "too-few-workers"
@@ -288,7 +289,7 @@ def test_slow_remote_storage_is_fixed_by_the_exact_command_where_a_disk_has_room
 def test_a_model_on_the_cpu_that_loses_its_cores_to_the_loader_is_not_compute_bound() -> None:
     # Batches in memory would give twice the rate, and the loop does not wait: the workers have its cores.
     busy = {"batches": batches(cpu=0.09, runq=0.08), "host": HostFacts(cpus=2), "consumer_cpu_s": 10.0}
-    slowed = healthy(ceiling_images_per_second=2 * STEPS * BATCH / 10.0, **busy)
+    slowed = healthy(rates=LoopRates(ceiling=2 * STEPS * BATCH / 10.0), **busy)
     found = judge(slowed)
     assert found.verdict == "shared-cores"
     assert "loader and model share the cores" in found.line
@@ -301,4 +302,4 @@ def test_a_model_on_the_cpu_that_loses_its_cores_to_the_loader_is_not_compute_bo
     device = AcceleratorFacts(name="GPU", device_busy_share=0.99)
     assert judge(healthy(consumer_runq_s=3.0, accelerator=device, **busy)).verdict == "compute-bound"
     assert judge(healthy(consumer_runq_s=3.0, batches=batches(cpu=0.0005))).verdict == "compute-bound"
-    assert judge(healthy(ceiling_images_per_second=1.1 * STEPS * BATCH / 10.0, **busy)).verdict == "compute-bound"
+    assert judge(healthy(rates=LoopRates(ceiling=1.1 * STEPS * BATCH / 10.0), **busy)).verdict == "compute-bound"

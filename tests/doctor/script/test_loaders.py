@@ -31,12 +31,12 @@ def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_incl
     assert seen is not None
     assert seen.loader is not None
     assert (seen.loader.workers, seen.loader.engine, seen.loader.prefetch) == (0, "main", None)
-    assert (seen.steps, seen.other_loaders, len(seen.batches)) == (14, 1, 16)
-    assert seen.validation_s is not None
-    assert seen.validation_s > 2 * 12 * 0.009
+    assert (seen.steps, len(seen.batches)) == (14, 16)
+    assert seen.times.validation_s is not None
+    assert seen.times.validation_s > 2 * 12 * 0.009
     made = sum(batch.wall_s for batch in seen.batches)
     # The loop waits while a batch is made, and hardly longer: far less than validation would add.
-    assert 0 <= seen.wait_s + sum(seen.epoch_starts_s) - made < 0.5 * seen.validation_s
+    assert 0 <= seen.times.wait_s + sum(seen.times.epoch_starts_s) - made < 0.5 * seen.times.validation_s
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_the_workers_batches_are_recorded(attached: Attached, method: str, capfd
     assert seen.loader is not None
     assert (seen.loader.start_method, seen.loader.workers, seen.loader.persistent) == (method, 1, True)
     assert (seen.loader.batch_size, seen.loader.samples, seen.loader.prefetch) == (4, 32, 2)
-    assert (seen.steps, seen.samples, len(seen.epoch_starts_s)) == (14, 56, 2)
+    assert (seen.steps, seen.samples, len(seen.times.epoch_starts_s)) == (14, 56, 2)
     assert len(seen.batches) == 16
     assert {batch.samples for batch in seen.batches} == {4}
     assert all(batch.bytes == 4 * (8 * 4 + 8) for batch in seen.batches)

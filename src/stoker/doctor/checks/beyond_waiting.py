@@ -38,39 +38,39 @@ TIGHT = 0.8
 
 def _epoch_starts(facts: Facts) -> float:
     """Share of the time spent waiting for first batches; the very first wait of a run cannot be avoided."""
-    starts, elapsed_s = facts.observed.epoch_starts_s[1:], facts.observed.elapsed_s
+    starts, elapsed_s = facts.observed.times.epoch_starts_s[1:], facts.observed.times.elapsed_s
     return sum(starts) / (elapsed_s + sum(starts)) if starts and elapsed_s > 0 else 0.0
 
 
 def _transfer(facts: Facts) -> float:
     observed = facts.observed
-    return (observed.transfer_s or 0.0) / observed.elapsed_s if observed.elapsed_s > 0 else 0.0
+    return (observed.times.transfer_s or 0.0) / observed.times.elapsed_s if observed.times.elapsed_s > 0 else 0.0
 
 
 def _idle_device(facts: Facts) -> float:
     """Share of the time in which the device has nothing to do although data is there."""
     accelerator, observed = facts.observed.accelerator, facts.observed
-    if accelerator is None or accelerator.device_busy_share is None or observed.elapsed_s <= 0:
+    if accelerator is None or accelerator.device_busy_share is None or observed.times.elapsed_s <= 0:
         return 0.0
-    return (1 - accelerator.device_busy_share) * (observed.compute_s or 0.0) / observed.elapsed_s
+    return (1 - accelerator.device_busy_share) * (observed.times.compute_s or 0.0) / observed.times.elapsed_s
 
 
 def _shared_cores(facts: Facts) -> float:
     """Share of the time that a model on the CPU loses because batches are prepared on the same cores; 0 if it has a
     device of its own, or if nothing was measured that would say."""
     observed, host, used = facts.observed, facts.observed.host, facts.cores_used
-    rate, ceiling = observed.images_per_second, observed.ceiling_images_per_second
-    if observed.accelerator is not None or observed.elapsed_s <= 0 or observed.pace_images_per_second is not None:
+    rate, ceiling = observed.images_per_second, observed.rates.ceiling
+    if observed.accelerator is not None or observed.times.elapsed_s <= 0 or observed.rates.pace is not None:
         return 0.0
-    if host is None or used is None or used < FEW_CORES or not observed.compute_s:
+    if host is None or used is None or used < FEW_CORES or not observed.times.compute_s:
         return 0.0
     if rate is not None and ceiling:  # the same steps with batches that were there before
-        return max(0.0, 1 - rate / ceiling - (observed.wait_share or 0.0))
-    queued = (observed.consumer_runq_s or 0.0) / observed.elapsed_s
+        return max(0.0, 1 - rate / ceiling - (observed.times.wait_share or 0.0))
+    queued = (observed.times.consumer_runq_s or 0.0) / observed.times.elapsed_s
     # Where all cores are busy, what one of the two takes, the other goes without; a loop that sleeps misses nothing.
-    computing = (observed.consumer_cpu_s or 0.0) / observed.elapsed_s >= COMPUTES * host.cpus
+    computing = (observed.times.consumer_cpu_s or 0.0) / observed.times.elapsed_s >= COMPUTES * host.cpus
     full = computing and facts.own_cores >= FULL * host.cpus
-    return max(queued, used / facts.own_cores * (1 - (observed.wait_share or 0.0)) if full else 0.0)
+    return max(queued, used / facts.own_cores * (1 - (observed.times.wait_share or 0.0)) if full else 0.0)
 
 
 def _nothing(_facts: Facts) -> float:
@@ -89,7 +89,7 @@ def epoch_start_stalls(facts: Facts) -> Finding | None:
     share = _epoch_starts(facts)
     if share < STARVED:
         return None
-    shape, mean_s = facts.observed.loader, statistics.fmean(facts.observed.epoch_starts_s[1:])
+    shape, mean_s = facts.observed.loader, statistics.fmean(facts.observed.times.epoch_starts_s[1:])
     message = f"the first batch of an epoch takes {mean_s:.1f} s, {share:.0%} of the time"
     if shape is not None and shape.persistent is False:
         habits = facts.observed.habits
@@ -154,7 +154,7 @@ def slow_conv3d_of_torch_2_9(facts: Facts) -> Finding | None:
     version = facts.observed.torch_version
     if version is None or not version.startswith("2.9.") or not facts.observed.convolves_3d:
         return None
-    compute, elapsed = facts.observed.compute_s, facts.observed.elapsed_s
+    compute, elapsed = facts.observed.times.compute_s, facts.observed.times.elapsed_s
     share = compute / elapsed if compute is not None and elapsed > 0 else None
     # Published: 4x in the worst case. A quarter of the compute time is what could remain.
     return Finding(
@@ -195,7 +195,7 @@ def compute_bound(facts: Facts) -> Finding | None:
 
     Example: wait 1 %: with num_workers 8 or 32, the step takes as long as the network does.
     """
-    share = facts.observed.wait_share
+    share = facts.observed.times.wait_share
     if share is None or share >= STARVED or not facts.observed.steps or _shared_cores(facts) >= SHARED:
         return None
     if _hides_the_data(facts):
@@ -217,9 +217,9 @@ def _hides_the_data(facts: Facts) -> bool:
     shape, device = observed.loader, observed.accelerator
     if observed.source != "script" or shape is None or split is None or cost is None or cost < COSTLY_S:
         return False
-    if (device is not None and device.name) or observed.pace_images_per_second is not None:
+    if (device is not None and device.name) or observed.rates.pace is not None:
         return False
-    return split.wall_s / max(1, shape.workers) >= HIDDEN * observed.elapsed_s / observed.steps
+    return split.wall_s / max(1, shape.workers) >= HIDDEN * observed.times.elapsed_s / observed.steps
 
 
 @check("page-cache-too-small")
@@ -325,19 +325,21 @@ def crowd_of(facts: Facts) -> Crowd | None:
     What the step would take is between two bounds: a thread does no more useful work than it does while the others run
     too (the rest may be spinning at a barrier), and no more than in the fastest steps."""
     observed, seen, host = facts.observed, facts.observed.threads, facts.observed.host
-    if seen is None or host is None or not seen.others or not seen.main_cpu_s or len(observed.steps_s) < FEWEST_STEPS:
+    if seen is None or host is None or not seen.others or not seen.main_cpu_s:
+        return None
+    if len(observed.times.steps_s) < FEWEST_STEPS:
         return None
     wanted = seen.others_cpu_s + seen.others_runq_s
     queueing = seen.others_runq_s / wanted if wanted > 0 else 0.0
-    if queueing < QUEUEING or not observed.steps or observed.elapsed_s <= 0:
+    if queueing < QUEUEING or not observed.steps or observed.times.elapsed_s <= 0:
         return None
     fitting = _fitting(facts)
-    period_s, computing_s = observed.elapsed_s / observed.steps, statistics.fmean(observed.steps_s)
+    period_s, computing_s = observed.times.elapsed_s / observed.steps, statistics.fmean(observed.times.steps_s)
     a_step = period_s / seen.watched_s
     main_s, main_runq_s = seen.main_cpu_s * a_step, seen.main_runq_s * a_step
     other_s, team = seen.others_cpu_s * a_step / seen.others, seen.others + 1
     idle_s = max(0.0, computing_s - main_s - main_runq_s)  # the loop sleeps, or waits for a device
-    fastest_s = sorted(observed.steps_s)[int(FAST * len(observed.steps_s))]
+    fastest_s = sorted(observed.times.steps_s)[int(FAST * len(observed.times.steps_s))]
     least_s = team * main_s * min(1.0, other_s / max(1e-9, computing_s - idle_s))
     most_s = min(main_s + seen.others * other_s, team * max(fastest_s / 10, fastest_s - idle_s))
     least_s = min(least_s, most_s)
@@ -412,7 +414,7 @@ def workers_start_threads(facts: Facts) -> Finding | None:
     beside = seen.worker_threads_cpu_s / max(1e-9, seen.worker_cpu_s + seen.worker_threads_cpu_s)
     cores = seen.worker_threads_cpu_s / seen.watched_s
     full = facts.own_cores >= CROWDED * host.cpus or facts.waits_for_cores
-    if beside < BESIDE or cores * facts.observed.elapsed_s < LEAST_S * facts.observed.steps or not full:
+    if beside < BESIDE or cores * facts.observed.times.elapsed_s < LEAST_S * facts.observed.steps or not full:
         return None
     return Finding(
         f"threads that libraries start in the workers take {cores:.1f} of {host.cpus} cores, "

@@ -78,7 +78,7 @@ def slow_samples(facts: Facts) -> Finding | None:
         f"{len(slow)} of {len(walls)} batches take {statistics.median(slow) / typical:.0f} times as long as the "
         f"typical {typical * 1e3:.0f} ms, and later ones wait behind them" + (f": {names}" if names else ""),
         "shrink or re-encode these samples" if named else "find out what these samples have in common",
-        speedup_without((facts.observed.wait_share or 0.0) * share),
+        speedup_without((facts.observed.times.wait_share or 0.0) * share),
     )
 
 
@@ -154,8 +154,9 @@ def handover_bound(facts: Facts) -> Finding | None:
     if not facts.starved or busy is None or busy > IDLE_WORKERS or (slow is not None and slow > UNEVEN):
         return None
     return Finding(
-        f"workers are busy at most {busy:.0%} of the time, and the loop still waits {facts.observed.wait_share:.0%} of "
-        "its time: handing batches over takes long (pickling, shared memory, pinning)",
+        f"workers are busy at most {busy:.0%} of the time, and the loop still waits "
+        f"{facts.observed.times.wait_share:.0%} of its time: handing batches over takes long (pickling, shared memory, "
+        "pinning)",
         "return a few large tensors instead of many small ones; uint8 instead of float32",
     )
 

@@ -63,7 +63,7 @@ class Facts:
 
     @property
     def starved(self) -> bool:
-        share = self.observed.wait_share
+        share = self.observed.times.wait_share
         return share is not None and share >= STARVED
 
     @cached_property
@@ -129,7 +129,7 @@ class Facts:
     def busy_workers(self) -> float | None:
         """Share of the time in which a worker prepares a batch; low while the loop waits means that batches are held up
         between the two."""
-        shape, elapsed = self.observed.loader, self.observed.elapsed_s
+        shape, elapsed = self.observed.loader, self.observed.times.elapsed_s
         if shape is None or shape.workers == 0 or elapsed <= 0:
             return None
         if self.observed.batches:
@@ -142,15 +142,15 @@ class Facts:
 
     @cached_property
     def cores_used(self) -> float | None:
-        if self.split is None or self.observed.elapsed_s <= 0:
+        if self.split is None or self.observed.times.elapsed_s <= 0:
             return None
-        return self.split.cpu_s * self.observed.steps / self.observed.elapsed_s
+        return self.split.cpu_s * self.observed.steps / self.observed.times.elapsed_s
 
     @property
     def own_cores(self) -> float:
         """Cores that the workers, the threads that libraries start in them, and the loop use."""
-        observed, threads = self.observed, self.observed.threads
-        loop = (observed.consumer_cpu_s or 0.0) / observed.elapsed_s if observed.elapsed_s > 0 else 0.0
+        times, threads = self.observed.times, self.observed.threads
+        loop = (times.consumer_cpu_s or 0.0) / times.elapsed_s if times.elapsed_s > 0 else 0.0
         beside = 0.0 if threads is None else (threads.worker_threads_cpu_s or 0.0) / threads.watched_s
         return (self.cores_used or 0.0) + loop + beside
 
@@ -166,7 +166,7 @@ class Facts:
         split, shape, used = self.split, self.observed.loader, self.cores_used
         if split is None or shape is None or used is None or shape.workers < 2 or shape.engine == "thread":
             return False
-        runnable = split.runq * split.wall_s * self.observed.steps / self.observed.elapsed_s
+        runnable = split.runq * split.wall_s * self.observed.steps / self.observed.times.elapsed_s
         always_busy = (self.busy_workers or 0.0) > 1 - ONE_CORE
         return abs(used + runnable - 1) <= ONE_CORE and always_busy and not self.waits_for_bytes
 
@@ -239,4 +239,4 @@ def check(
 
 def waiting_for_data(facts: Facts) -> float:
     """The loss of most checks: the share of the time in which the loop waits for a batch."""
-    return facts.observed.wait_share or 0.0
+    return facts.observed.times.wait_share or 0.0

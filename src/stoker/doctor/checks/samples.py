@@ -26,7 +26,7 @@ def _waiting_for_one_line(facts: Facts) -> float:
     found = oversized_work(facts.observed)
     if not facts.starved or found is None or found.spot.share < MOST:
         return -1.0
-    return facts.observed.wait_share or 0.0
+    return facts.observed.times.wait_share or 0.0
 
 
 @check("whole-volume-preprocessing", "far more is preprocessed than the sample needs", loss=_waiting_for_one_line)

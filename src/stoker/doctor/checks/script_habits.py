@@ -149,8 +149,8 @@ def loader_made_anew(facts: Facts) -> Finding | None:
     habits, shape, observed = facts.observed.habits, facts.observed.loader, facts.observed
     if habits is None or shape is None or not shape.workers or habits.loader_builds < FEWEST_BUILDS:
         return None
-    starts = observed.epoch_starts_s[1:]
-    share = sum(starts) / (observed.elapsed_s + sum(starts)) if starts and observed.elapsed_s > 0 else 0.0
+    starts = observed.times.epoch_starts_s[1:]
+    share = sum(starts) / (observed.times.elapsed_s + sum(starts)) if starts and observed.times.elapsed_s > 0 else 0.0
     if share < NOTICEABLE:
         return None
     place = f" (for the loop in {habits.loader_at})" if habits.loader_at else ""
@@ -175,23 +175,23 @@ def long_validation(facts: Facts) -> Finding | None:
     Example: 10,000 images with num_workers=0 after each epoch of 50,000 with 8 workers.
     """
     observed = facts.observed
-    rounds = len(observed.epoch_starts_s) - 1 if observed.source == "run" else 0
+    rounds = len(observed.times.epoch_starts_s) - 1 if observed.source == "run" else 0
     if observed.habits is not None:
         rounds = observed.habits.validations
-    if rounds < 1 or not observed.validation_s:
+    if rounds < 1 or not observed.times.validation_s:
         return None
-    training_s = observed.elapsed_s + sum(observed.epoch_starts_s)
-    share = observed.validation_s / (training_s + observed.validation_s)
+    training_s = observed.times.elapsed_s + sum(observed.times.epoch_starts_s)
+    share = observed.times.validation_s / (training_s + observed.times.validation_s)
     if share < LONG_VALIDATION:
         return None
     wait_s = observed.habits.validation_wait_s if observed.habits is not None else None
-    waits = None if wait_s is None else min(1.0, wait_s / observed.validation_s)
+    waits = None if wait_s is None else min(1.0, wait_s / observed.times.validation_s)
     fix = "validate every few epochs, or on part of the data; torch.inference_mode() and larger batches"
     if waits is not None and waits >= WAITS:
         fix = "more workers, and larger batches, for the validation loader" if facts.filling is None else fix
     waiting = "" if waits is None else f", of which {waits:.0%} waits for data"
     return Finding(
-        f"validation took {duration_text(observed.validation_s)}, {share:.0%} of the time "
+        f"validation took {duration_text(observed.times.validation_s)}, {share:.0%} of the time "
         f"({count(rounds, 'time')}){waiting}",
         fix,
     )

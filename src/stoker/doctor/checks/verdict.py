@@ -45,18 +45,18 @@ def _unknown(observed: Observed) -> str:
 def needs_against_has(facts: Facts) -> tuple[Need, ...]:
     """Images and bytes per second: what the accelerator would take without a wait, and what each part can deliver."""
     observed = facts.observed
-    wanted = observed.ceiling_images_per_second
-    computing = observed.elapsed_s - observed.wait_s
+    wanted = observed.rates.ceiling
+    computing = observed.times.elapsed_s - observed.times.wait_s
     if wanted is None and computing > 0 and observed.samples:
         wanted = observed.samples / computing
     if not wanted:
         return ()
     found = []
-    if observed.loader_images_per_second is not None:
+    if observed.rates.loader is not None:
         how = "the loader alone"
         if observed.loader is not None:
             how += f", {count(observed.loader.workers, 'worker')}"
-        found.append(Need("loader", f"{observed.unit}/s", wanted, observed.loader_images_per_second, how))
+        found.append(Need("loader", f"{observed.unit}/s", wanted, observed.rates.loader, how))
     split, host = facts.split, observed.host
     if split is not None and host is not None and observed.steps and split.cpu_s > 0:
         each = split.cpu_s * observed.steps / observed.samples

@@ -25,7 +25,7 @@ from stoker.plan.records import TracedOp
 from stoker.plan.roofline import step_seconds
 from stoker.profile.datasheets import Datasheet
 from stoker.profile.mounts import mount_of
-from stoker.profile.observed import AcceleratorFacts, HostFacts, LoaderShape, Observed, StorageFacts
+from stoker.profile.observed import AcceleratorFacts, HostFacts, LoaderShape, LoopTimes, Observed, StorageFacts
 from stoker.run.json_lines import parse_line, whole_lines
 
 ABOUT_FILES = "about-*.jsonl"
@@ -134,23 +134,22 @@ def _observe(
     taken = len([record for record in records if record.loader == steps.loader and not record.flags & ring.LAST])
     share = taken / (taken + process.lost) if process.lost else 1.0
     work_s = sum(steps.works_s)
-    loaders = {record.loader for record in records}
     return Observed(
         source="script",
         steps=len(steps.waits_s),
         samples=samples,
-        elapsed_s=steps.elapsed_s,
-        wait_s=sum(steps.waits_s),
-        compute_s=steps.compute_s,
-        other_s=None if steps.compute_s is None else max(0.0, work_s - steps.compute_s),
-        consumer_cpu_s=_consumer_cpu_s(steps, made, process.pid),
-        validation_s=steps.validation_s,
-        epoch_starts_s=tuple(steps.epoch_starts_s),
-        waits_s=tuple(steps.waits_s[-MOST_STEPS:]),
-        steps_s=tuple(steps.works_s[-MOST_STEPS:]),
-        ready_batches=tuple(steps.ready[-MOST_STEPS:]),
+        times=LoopTimes(
+            elapsed_s=steps.elapsed_s,
+            wait_s=sum(steps.waits_s),
+            compute_s=steps.compute_s,
+            other_s=None if steps.compute_s is None else max(0.0, work_s - steps.compute_s),
+            consumer_cpu_s=_consumer_cpu_s(steps, made, process.pid),
+            validation_s=steps.validation_s,
+            epoch_starts_s=tuple(steps.epoch_starts_s),
+            waits_s=tuple(steps.waits_s[-MOST_STEPS:]),
+            steps_s=tuple(steps.works_s[-MOST_STEPS:]),
+        ),
         loader=_loader_shape(about.loaders.get(steps.loader), made),
-        other_loaders=len(loaders) - 1,
         stages=timeline.stages_of(made, share) if made else {},
         batches=timeline.batches_of(made, starts),
         slow_samples=timeline.slow_samples_of(made),

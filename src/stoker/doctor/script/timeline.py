@@ -105,7 +105,6 @@ class SteadySteps:
     waits_s: list[float] = field(default_factory=list)
     works_s: list[float] = field(default_factory=list)
     """The rest of the same steps."""
-    ready: list[int] = field(default_factory=list)
     samples: int = 0
     unknown_samples: int = 0
     """Steps whose number of samples is not known."""
@@ -179,7 +178,6 @@ def steady_steps(records: Sequence[StepRecord], feeding: Sequence[int]) -> Stead
         wait_ns += waited_elsewhere_ns
         steps.waits_s.append(wait_ns / 1e9)
         steps.works_s.append(max(0, whole_ns - wait_ns) / 1e9)
-        steps.ready.append(record.ready)
         steps.cpu_s += max(0, following.enter_cpu_ns - record.enter_cpu_ns) / 1e9
         if record.samples < 0:
             steps.unknown_samples += 1

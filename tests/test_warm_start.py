@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.ready_process import ReadyProcess
+from tests.support.tiny_training import write_config, write_images
 from tests.support.warm_start import cold
 
 LOOK = """# warm
@@ -91,3 +93,10 @@ def test_what_a_warm_process_starts_is_warm_too_and_ends_with_it() -> None:
         os.kill(pid, signal.SIGKILL)
     assert process.wait() == 247  # -9, as an exit code
     process.stdout.close()
+
+
+def test_a_command_imports_hardly_anything_in_a_warm_process(ready: ReadyProcess, tmp_path: Path) -> None:
+    config = write_config(tmp_path, write_images(tmp_path / "data", train=4, val=1), epochs=1)
+    done = ready.run("train", config, cwd=tmp_path, before="tests.support.imported:show_imports")
+    (line,) = [line for line in done.err.splitlines() if line.startswith("imported:")]
+    assert not [name for name in line.split() if name.startswith(("stoker", "torch", "timm", "numpy", "monai"))]

@@ -79,7 +79,7 @@ def test_latency_is_paid_once_and_not_for_each_sample(s3_server: S3Server, s3_pr
     assert s3_proxy.most_in_flight > 16
 
 
-def test_each_announced_sample_is_read_ahead_exactly_once() -> None:
+def test_each_announced_sample_is_read_ahead_exactly_once_and_so_are_repeats() -> None:
     store = SlowStore()
     reader = open_reader(store, index_of(100, 1000), lookahead_bytes=10**6)
     reader.expect(np.arange(50))
@@ -87,6 +87,13 @@ def test_each_announced_sample_is_read_ahead_exactly_once() -> None:
     for first in range(0, 50, 10):
         reader.take(np.arange(first, first + 10))
     assert sorted(store.reads) == list(range(50))
+    order = np.repeat(np.arange(80, 100), 3)
+    reader.expect(order)
+    for first in range(0, 60, 5):
+        batch = order[first : first + 5]
+        assert reader.take(batch) == [content(number, 1000) for number in batch]
+    assert len(store.reads) <= 50 + 30  # a repeat in the next batch may come after the first was handed over
+    assert reader.buffered_bytes == 0
     reader.close()
 
 
@@ -106,7 +113,7 @@ def test_buffered_samples_stay_within_the_budget() -> None:
     reader.close()
 
 
-def test_a_single_sample_above_the_budget_is_still_read_ahead_and_alone() -> None:
+def test_a_sample_or_batch_larger_than_the_budget_does_not_wait_for_room() -> None:
     store = SlowStore(size=5000)
     reader = open_reader(store, index_of(10, 5000), lookahead_bytes=1000)
     reader.expect(np.arange(10))
@@ -115,28 +122,12 @@ def test_a_single_sample_above_the_budget_is_still_read_ahead_and_alone() -> Non
     assert store.reads == [0]
     assert reader.take(np.arange(10)) == [content(number, 5000) for number in range(10)]
     reader.close()
-
-
-def test_a_batch_larger_than_the_budget_does_not_wait_for_room() -> None:
     reader = open_reader(SlowStore(), index_of(300, 1000), lookahead_bytes=5000, max_in_flight=4)
     reader.expect(np.arange(300))
     # The second batch first: the samples before it fill the budget and have not been taken yet.
     assert reader.take(np.arange(100, 200)) == [content(number, 1000) for number in range(100, 200)]
     assert reader.take(np.arange(100)) == [content(number, 1000) for number in range(100)]
     assert reader.take(np.arange(200, 300)) == [content(number, 1000) for number in range(200, 300)]
-    assert reader.buffered_bytes == 0
-    reader.close()
-
-
-def test_repeats_of_a_sample_are_read_once() -> None:
-    store = SlowStore()
-    reader = open_reader(store, index_of(20, 1000), lookahead_bytes=10**6)
-    order = np.repeat(np.arange(20), 3)
-    reader.expect(order)
-    for first in range(0, 60, 5):
-        batch = order[first : first + 5]
-        assert reader.take(batch) == [content(number, 1000) for number in batch]
-    assert len(store.reads) <= 30  # a repeat in the next batch may come after the first was handed over
     assert reader.buffered_bytes == 0
     reader.close()
 

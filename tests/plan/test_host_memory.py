@@ -106,16 +106,10 @@ def test_batches_of_an_accumulated_update_are_counted(engine: LoaderSettings, in
     assert accumulated.shared_bytes == (accumulated.batches * BATCH_BYTES if engine is PROCESSES else 0)
 
 
-def test_open_files_grow_with_workers_slots_and_shards_in_the_training_process_or_a_worker() -> None:
+def test_open_files_grow_with_workers_and_slots() -> None:
     few = open_files_budget(HostShape(replace(PROCESSES, workers=2)), 1024)
     assert few.fits
     many = open_files_budget(HostShape(replace(PROCESSES, workers=64, prefetch=32)), 1024)
     assert many.fits is False
     assert many.parts["slots of shared memory"] == 64 * 32 + 2
-    assert open_files_budget(HostShape(THREADS, shards=600), 1024).parts["open shards"] == 256
     assert open_files_budget(HostShape(THREADS)).needed > 0
-    shape = HostShape(replace(PROCESSES, workers=2), shards=600)
-    budget = open_files_budget(shape, 1024)
-    assert "worker processes" not in budget.parts
-    assert budget.parts["open shards"] == 256
-    assert budget.needed > open_files_budget(replace(shape, shards=0), 1024).needed

@@ -127,5 +127,5 @@ def test_gradients_are_sent_during_the_backward_pass() -> None:
 def test_pcie_and_the_network_are_slower_than_nvlink() -> None:
     inside = all_reduce_seconds(MB, A100, 8)
     assert all_reduce_seconds(MB, load_datasheet("rtx4090"), 8) > 10 * inside
-    assert all_reduce_seconds(MB, A100, 8, nodes=2, network_bytes_per_second=12.5e9) > 10 * inside
+    assert all_reduce_seconds(MB, A100, 8, nodes=2) > 10 * inside
     assert all_reduce_seconds(MB, A100, 1) == 0

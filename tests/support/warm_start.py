@@ -20,6 +20,7 @@ import gc
 import inspect
 import json
 import os
+import pkgutil
 import re
 import resource
 import runpy
@@ -37,14 +38,10 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parents[2]
-IMPORTED = (
-    "stoker.cli", "stoker.commands.train", "stoker.plan.planning", "stoker.tasks.training", "stoker.verify.run_checks",
-    "matplotlib.pyplot",  # looks for the fonts of this machine, in every new home
-)  # fmt: skip
-MEASURED = (
-    ("stoker.profile.accelerators", "SECONDS_EACH", 0.01), ("stoker.tasks.images.decode.calibration", "BUDGET_S", 0.05),
-    ("stoker.stage.copying", "MEASURE_S", 0.3), ("stoker.verify.nodes", "WORK_S", 0.05),
-)  # fmt: skip
+MEASURED = {
+    "stoker.profile.accelerators.SECONDS_EACH": 0.01, "stoker.tasks.images.decode.calibration.BUDGET_S": 0.05,
+    "stoker.stage.copying.MEASURE_S": 0.3, "stoker.verify.nodes.WORK_S": 0.05,
+}  # fmt: skip
 """How long this machine is measured, in seconds: what comes out matters to no test."""
 OURS = re.compile(
     r"-m (stoker|pytest|torch\.distributed\.run|tests\.[\w.]+) "
@@ -191,11 +188,17 @@ def _running_server() -> socket.socket:
 
 def serve_imported(descriptor: int, parent: int) -> None:
     """The life of the first process that others are forked from."""
-    for name in IMPORTED:
-        import_module(name)
+    # All of them: a task is imported by name when it is used, and with it torchvision and timm, a second of every run.
+    package = import_module("stoker")
+    for module in pkgutil.walk_packages(package.__path__, "stoker."):
+        if not module.name.endswith(("__main__", "sitecustomize")):
+            import_module(module.name)
+    import_module("matplotlib.pyplot")  # looks for the fonts of this machine, in every new home
     import_module("stoker.run.environment").installed_packages()  # remembered: a tenth of a second of every run
-    for module, name, seconds in MEASURED:
-        setattr(import_module(module), name, seconds)
+    for place, seconds in MEASURED.items():
+        module_name, _, name = place.rpartition(".")
+        assert hasattr(import_module(module_name), name), place
+        setattr(import_module(module_name), name, seconds)
     gc.collect()
     gc.freeze()  # a collection would write to all memory that forks share
     _serve(socket.socket(fileno=descriptor), parent)

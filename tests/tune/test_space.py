@@ -51,7 +51,7 @@ class Simulated:
         processes = settings["loader"] == "process" and workers > 0
         setup = Setup(workers, prefetch, processes, self.cores)
         works = [ThreadWork(self._cpu_s(i, cpu_s), self.blocked_s * (1 + 0.3 * math.cos(i))) for i in range(240)]
-        found = simulate(setup, works, [ThreadWork(0.0, self.pace_s)] * 240).batches_per_second
+        found = simulate(setup, works, [ThreadWork(0.0, self.pace_s)] * 240)
         if not processes and workers > 0 and self.locked:
             found = min(found, 1 / (self.locked * cpu_s))
         return found * BATCH

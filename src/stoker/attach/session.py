@@ -20,8 +20,6 @@ SECONDS_VARIABLE = "STOKER_ATTACH_SECONDS"
 LEADING_RANK_VARIABLE = "STOKER_ATTACH_RANK"
 TRACE_VARIABLE = "STOKER_ATTACH_TRACE"
 """Set if a step is to be recorded operator by operator."""
-RANK_VARIABLES = ("RANK", "SLURM_PROCID")
-RANKS_HERE_VARIABLES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 # A run of months must not fill a disk with notes.
 MOST_LINES = 4000
 
@@ -83,28 +81,23 @@ def begin(folder: str, steps: int | None = None, seconds: float | None = None) -
     return _current[0]
 
 
+def _number_in(*variables: str) -> int | None:
+    return next((int(value) for name in variables if (value := os.environ.get(name, "")).isdigit()), None)
+
+
 def rank_of_environment() -> int | None:
     """The rank that a launcher gave to this process."""
-    for name in RANK_VARIABLES:
-        value = os.environ.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return None
+    return _number_in("RANK", "SLURM_PROCID")
 
 
 def ranks_here() -> int:
     """How many ranks a launcher started on this host, this one included."""
-    for name in RANKS_HERE_VARIABLES:
-        value = os.environ.get(name, "")
-        if value.isdigit():
-            return max(1, int(value))
-    return 1
+    return max(1, _number_in("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE") or 1)
 
 
 def leading_rank() -> int:
     """The rank whose steps count: 0, or our own if the doctor itself was started once for each rank."""
-    value = os.environ.get(LEADING_RANK_VARIABLE, "")
-    return int(value) if value.isdigit() else 0
+    return _number_in(LEADING_RANK_VARIABLE) or 0
 
 
 FETCHERS = "torch.utils.data._utils.fetch"

@@ -392,7 +392,6 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
 
 
 def error_as_dict(error: StokerError) -> dict[str, Any]:
-    """The error as plain data, for another process."""
     known = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
     return error.as_dict() | {"kind": known.__name__}
 

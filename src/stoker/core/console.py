@@ -129,7 +129,6 @@ def print_answer(answer: Answer, *, as_json: bool) -> int:
 
 
 def print_json_error(error: StokerError) -> None:
-    """Prints an error instead of a result, under `error`."""
     print_json({"error": error.as_dict()})
 
 

@@ -89,18 +89,17 @@ def has_whole_seal(content: Any) -> bool | None:
 def open_regular(path: Path) -> BinaryIO:
     """The open file. Raises OSError for anything else under that name: a pipe would block forever, and a device such as
     /dev/zero never ends."""
-    # Without O_NONBLOCK, opening a pipe already waits for somebody who writes to it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return cast("BinaryIO", os.fdopen(descriptor, "rb"))
+    return cast("BinaryIO", os.fdopen(_open_regular(path, os.O_RDONLY), "rb"))
 
 
 def open_to_append(path: Path) -> int:
     """The descriptor of a file, which is created if there is none. Raises OSError if it is not a regular file."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
+    return _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    # Without O_NONBLOCK, opening a pipe already waits for somebody who writes to it.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

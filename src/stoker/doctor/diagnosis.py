@@ -90,12 +90,7 @@ class Diagnosis:
             "images_per_second": observed.images_per_second,
             "ceiling_images_per_second": observed.ceiling_images_per_second,
             "stages": {
-                name: {
-                    "wall_s": stage.wall_s,
-                    "cpu_s": stage.cpu_s,
-                    "runq_s": stage.runq_s,
-                    "blocked_s": stage.blocked_s,
-                }
+                name: {part: getattr(stage, part) for part in ("wall_s", "cpu_s", "runq_s", "blocked_s")}
                 for name, stage in observed.stages.items()
             },
             "findings": [as_json(finding, "id", "message", "fix", "speedup") for finding in self.findings],

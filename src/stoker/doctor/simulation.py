@@ -41,14 +41,6 @@ class Setup:
     """Cores that a step uses while it computes on the CPU."""
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """Steady state, without the beginning."""
-
-    batches_per_second: float
-    wait_share: float
-
-
 @dataclass
 class _Thread:
     """A worker, or the consumer, with its remaining phases."""
@@ -59,29 +51,19 @@ class _Thread:
     batch: int = -1
 
 
-def simulate(
-    setup: Setup, batches: Sequence[ThreadWork], steps: Sequence[ThreadWork], *, warm_up: int | None = None
-) -> Simulated:
-    """The rate at which batches are consumed; batch i needs `batches[i]`, its step needs `steps[i mod n]`."""
+def simulate(setup: Setup, batches: Sequence[ThreadWork], steps: Sequence[ThreadWork]) -> float:
+    """Batches that are consumed per second; batch i needs `batches[i]`, its step needs `steps[i mod n]`."""
     if setup.workers == 0:
-        return _serial(batches, steps)
-    skipped = len(batches) // 5 if warm_up is None else warm_up
-    returned, waited = _Simulation(setup, batches, steps).returns()
+        making = sum(work.cpu_s + work.blocked_s for work in batches)
+        stepping = sum(steps[i % len(steps)].cpu_s + steps[i % len(steps)].blocked_s for i in range(len(batches)))
+        return len(batches) / (making + stepping) if making + stepping else float("inf")
+    skipped = len(batches) // 5
+    returned = _Simulation(setup, batches, steps).returns()
     # Whole rounds of the workers: batches come in bursts of as many, and half a burst would count as slow or fast.
     rounds = (len(returned) - 1 - skipped) // setup.workers
     skipped = len(returned) - 1 - rounds * setup.workers if rounds else 0
     seconds = returned[-1] - returned[skipped]
-    waiting = sum(waited[skipped + 1 :])
-    if seconds <= 0:
-        return Simulated(float("inf"), 0.0)
-    return Simulated((len(returned) - 1 - skipped) / seconds, waiting / seconds)
-
-
-def _serial(batches: Sequence[ThreadWork], steps: Sequence[ThreadWork]) -> Simulated:
-    making = sum(work.cpu_s + work.blocked_s for work in batches)
-    stepping = sum(steps[i % len(steps)].cpu_s + steps[i % len(steps)].blocked_s for i in range(len(batches)))
-    seconds = making + stepping
-    return Simulated(len(batches) / seconds if seconds else float("inf"), making / seconds if seconds else 0.0)
+    return (len(returned) - 1 - skipped) / seconds if seconds > 0 else float("inf")
 
 
 class _Simulation:
@@ -105,20 +87,18 @@ class _Simulation:
         self.asked = 0
         self.ready: set[int] = set()
         self.wanted = 0
-        self.waiting_since: float | None = 0.0
+        self.waits = True
 
-    def returns(self) -> tuple[list[float], list[float]]:
-        """When each batch was handed to the loop, and how long the loop had waited for it."""
+    def returns(self) -> list[float]:
+        """When each batch was handed to the loop."""
         returned: list[float] = []
-        waited: list[float] = []
         for _ in range(self.setup.workers * self.setup.prefetch):
             self._ask()
         while len(returned) < len(self.works):
-            if self.waiting_since is not None and self.wanted in self.ready:
+            if self.waits and self.wanted in self.ready:
                 self.ready.remove(self.wanted)
                 returned.append(self.now)
-                waited.append(self.now - self.waiting_since)
-                self.waiting_since = None
+                self.waits = False
                 if self.setup.round_robin:
                     self._ask()
                 self._begin(self.consumer, self.steps[self.wanted % len(self.steps)])
@@ -128,14 +108,14 @@ class _Simulation:
             if thread.phases:
                 self._next_phase(thread)
             elif thread is self.consumer:
-                self.waiting_since = self.now
+                self.waits = True
                 if not self.setup.round_robin:
                     self._ask()  # our threads are given the next batch when the loop comes back for one
             else:
                 self.ready.add(thread.batch)
                 self.idle.add(thread.number)
                 self._take(thread.number)
-        return returned, waited
+        return returned
 
     def _ask(self) -> None:
         if self.asked >= len(self.works):

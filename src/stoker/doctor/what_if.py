@@ -106,9 +106,7 @@ def _draw(rng: np.random.Generator, of: int, count: int) -> Drawn:
 
 
 def _rate(model: LoaderModel, batches: Drawn, steps: Drawn) -> float:
-    found = simulate(
-        model.setup, [model.batches[i] for i in batches], [model.steps[i] for i in steps]
-    ).batches_per_second
+    found = simulate(model.setup, [model.batches[i] for i in batches], [model.steps[i] for i in steps])
     return found if model.most_batches_per_second is None else min(found, model.most_batches_per_second)
 
 

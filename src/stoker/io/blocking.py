@@ -55,7 +55,6 @@ class Blocking:
         return result
 
     def note(self, blocked_s: float) -> None:
-        """Records one read."""
         counted = min(max(0.0, blocked_s), LONGEST_COUNTED_S)
         self.mean_s += (counted - self.mean_s) * _WEIGHT
         if self.mean_s > BLOCKS_ABOVE_S:

@@ -23,8 +23,8 @@ import re
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import util
@@ -158,7 +158,7 @@ class OpenCopy:
         """Why nothing more is kept; None while it is. Reading continues either way."""
         self.is_complete = False
         """Whether every file was found here, so that the manifest need not be checked again."""
-        self._waiting: deque[tuple[str, Buffer, str]] = deque()
+        self._writer = ThreadPoolExecutor(1, "stoker-staging", initializer=step_back)
         self._waiting_bytes = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -170,7 +170,7 @@ class OpenCopy:
         """Files that differ from the manifest: deleted, or written to."""
         self._kept = 0
         self._reserved_bytes = 0
-        self._threads: list[threading.Thread] = []
+        self._committer: threading.Thread | None = None
         self._closing = threading.Event()
         # Worker processes end without `atexit`.
         util.Finalize(None, self.close, exitpriority=10)
@@ -205,10 +205,9 @@ class OpenCopy:
             if self._waiting_bytes + len(data) > MOST_WAITING_BYTES or not self._is_within_limit(len(data)):
                 return
             self._coming.add(path)
-            self._waiting.append((path, data, version))
             self._waiting_bytes += len(data)
-            self._start_threads()
-            self._changed.notify_all()
+            self._start_committing()
+            self._writer.submit(self._keep_offered, path, data, version)
 
     def keep(self, path: str, data: Buffer, version: str) -> bool:
         """Writes a whole file now; False if there is no room. Raises ReadFailure for an impossible name."""
@@ -291,7 +290,6 @@ class OpenCopy:
             self._listed_bytes, self._fresh_bytes = listed_bytes, sum(one.size for one in self._fresh.values())
 
     def totals(self) -> tuple[int, int]:
-        """Files and bytes in the manifest."""
         return self.copy.totals()
 
     def close(self) -> None:
@@ -300,9 +298,9 @@ class OpenCopy:
             if self._closing.is_set():
                 return
             self._closing.set()
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._writer.shutdown()
+        if self._committer is not None:
+            self._committer.join()
         self.commit()
         with suppress(OSError):
             self.copy.close()
@@ -313,38 +311,28 @@ class OpenCopy:
         taken = self._listed_bytes + self._fresh_bytes + self._waiting_bytes + self._reserved_bytes
         return self.limit_bytes is None or taken + size <= self.limit_bytes
 
-    def _start_threads(self) -> None:
-        if self._threads or self._closing.is_set():
-            return
-        for work in (self._write_waiting, self._commit_regularly):
-            thread = threading.Thread(target=work, name="stoker-staging", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def _start_committing(self) -> None:
+        if self._committer is None and not self._closing.is_set():
+            self._committer = threading.Thread(target=self._commit_regularly, name="stoker-staging", daemon=True)
+            self._committer.start()
 
     def _note(self, record: CopiedFile) -> None:
         with self._lock:
             self._fresh[record.path] = record
             self._fresh_bytes += record.size
             self._kept += 1
-            self._start_threads()
+            self._start_committing()
         self._doubted.discard(record.path)
 
-    def _write_waiting(self) -> None:
-        step_back()
-        while True:
-            with self._lock:
-                while not self._waiting and not self._closing.is_set():
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                path, data, version = self._waiting.popleft()
+    def _keep_offered(self, path: str, data: Buffer, version: str) -> None:
+        try:
             with suppress(ReadFailure):  # a name that no file can have
                 self.keep(path, data, version)
+        finally:
             with self._lock:
                 self._waiting_bytes -= len(data)
                 self._coming.discard(path)
                 self._changed.notify_all()
-            del data
 
     def _commit_regularly(self) -> None:
         step_back()
@@ -414,7 +402,6 @@ class CachedStore:
         return data
 
     def size_of(self, path: str) -> int:
-        """Bytes of an object of the source."""
         return self.source.size_of(path)
 
     @property

@@ -87,7 +87,6 @@ class ManifestTable:
         return _Lines(keys[last], starts[last], sizes[last])
 
     def totals(self) -> tuple[int, int]:
-        """How many files there are, and their bytes."""
         recent, lines = self._recent, self._sorted
         sizes = [size for _, size in recent.values() if size != FORGOTTEN]
         files, total = len(sizes), sum(sizes)

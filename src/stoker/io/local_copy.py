@@ -137,7 +137,6 @@ class LocalCopy:
             remove_abandoned(self.folder)
 
     def close(self) -> None:
-        """Commits what was written, and closes the manifest."""
         if self._manifest >= 0:
             self.commit()
             os.close(self._manifest)
@@ -167,7 +166,6 @@ class LocalCopy:
         return record if stat.S_ISREG(found.st_mode) and found.st_size == record.size else None
 
     def records(self) -> Iterator[CopiedFile]:
-        """Every file of the manifest once, in the order of its lines."""
         return self._table.records(self._manifest)
 
     def put(self, path: str, data: Buffer, version: str = "", verified: str = "") -> CopiedFile:
@@ -243,7 +241,6 @@ class LocalCopy:
             return len(batch)
 
     def totals(self) -> tuple[int, int]:
-        """How many files the manifest lists, and their bytes."""
         return self._table.totals()
 
     def _append(self, batch: list[CopiedFile]) -> None:

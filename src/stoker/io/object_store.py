@@ -197,7 +197,6 @@ class ObjectStore:
             raise self._down(error) from None
 
     def size_of(self, path: str) -> int:
-        """Bytes of an object."""
         return self.about(path)[0]
 
     def about(self, path: str) -> tuple[int, str]:

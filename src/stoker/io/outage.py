@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,63 +49,50 @@ _lock = threading.Lock()
 _waits: list[tuple[float, str]] = []
 _leaving = threading.Event()
 _state: Any = _State()
-_is_shared = False
 _file: str | None = None
-"""Where the state is, if in a file."""
+"""Where the state is, once it is shared."""
 _is_told_elsewhere = False
 _teller: threading.Thread | None = None
 
 
-def shared() -> Any:
-    """The state, for `adopt` in a process that this one starts."""
-    global _state, _is_shared
-    with _lock:
-        if not _is_shared:
-            kept, _state = _state, RawValue(_State)
+def shared() -> str | None:
+    """The file that the state is in from now on, for `adopt` in a process that this one starts; None if there can be
+    none."""
+    global _state, _file
+    with _lock, suppress(OSError):  # a limit on file sizes: then the others report nothing
+        if _file is None:
+            # In memory; its name leads there for as long as this process lives.
+            number = os.memfd_create("stoker-outages")
+            os.ftruncate(number, ctypes.sizeof(_State))
+            kept, _state = _state, _mapped(number)
             ctypes.memmove(ctypes.addressof(_state), ctypes.addressof(kept), ctypes.sizeof(_State))
-            _is_shared = True
+            _file = f"/proc/{os.getpid()}/fd/{number}"
     _tell()  # only the others may have to wait
-    # A state in a file cannot be handed over, but its name can.
-    return _state if _file is None else _file
+    return _file
 
 
-def adopt(state: Any) -> None:
-    """Makes this process report to, and see, the state of the process that started it."""
-    global _state, _is_shared, _file
-    if isinstance(state, str):
-        _state, _file = _mapped(state), state
-    else:
-        _state, _file = state, None
-    _is_shared = True
-    told_elsewhere()
+def adopt(file: str | None) -> None:
+    """Makes this process report to, and see, the state of the process that started it; does nothing if that is gone."""
+    global _state, _file
+    if file is not None:
+        with suppress(OSError, ValueError), Path(file).open("r+b") as opened:
+            _state, _file = _mapped(opened.fileno()), file
+        told_elsewhere()
 
 
 def share_with_children() -> None:
-    """Does the same for programs that are started with this process's environment, and call `adopt_from_parent`; uses a
-    file in memory, where the system has them, since only plain data can be handed to those programs."""
-    global _state, _is_shared, _file
-    if not hasattr(os, "memfd_create"):
-        return
-    with _lock, suppress(OSError):  # a limit on file sizes: then the others report nothing
-        if _file is None:
-            number = os.memfd_create("stoker-outages")
-            os.ftruncate(number, ctypes.sizeof(_State))
-            kept, _state = _state, _State.from_buffer(mmap.mmap(number, ctypes.sizeof(_State)))
-            ctypes.memmove(ctypes.addressof(_state), ctypes.addressof(kept), ctypes.sizeof(_State))
-            _file, _is_shared = f"/proc/{os.getpid()}/fd/{number}", True
-        os.environ[_FILE_VARIABLE] = _file
-    _tell()
+    """Does the same for programs that are started with this process's environment, and call `adopt_from_parent`."""
+    if (file := shared()) is not None:
+        os.environ[_FILE_VARIABLE] = file
 
 
 def adopt_from_parent() -> None:
     """Makes this program report to, and see, the state of the one that started it, if that asked for it."""
-    with suppress(OSError, ValueError, KeyError):
-        adopt(os.environ[_FILE_VARIABLE])
+    adopt(os.environ.get(_FILE_VARIABLE))
 
 
-def _mapped(path: str) -> _State:
-    with Path(path).open("r+b") as file:
-        return _State.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_State)))
+def _mapped(number: int) -> _State:
+    return _State.from_buffer(mmap.mmap(number, ctypes.sizeof(_State)))
 
 
 def told_elsewhere() -> None:
@@ -196,7 +182,6 @@ def note_reached(endpoint: str) -> None:
 
 
 def was_reached(endpoint: str) -> bool:
-    """Whether any process of this run has reached it."""
     return _mark(endpoint) in list(_state.reached)
 
 

@@ -94,7 +94,8 @@ class Prefetcher(Generic[Key, Result]):
         self._read = read
         self._size_of = size
         self._budget = lookahead_bytes
-        self._requests = requests
+        self.requests = requests
+        """Reads in flight, if reads block."""
         self._first_requests = first_requests
         self._begun = first_requests
         """Reads in flight that are allowed so far; None for all."""
@@ -114,31 +115,19 @@ class Prefetcher(Generic[Key, Result]):
         self._urgent: deque[_Read[Key, Result]] = deque()
         self._in_flight: set[_Read[Key, Result]] = set()
         self._ahead: dict[Key, _Read[Key, Result]] = {}
-        self._held = self._ready = 0
+        self.buffered_bytes = 0
+        """Bytes of results that are read, or being read, and not yet taken."""
+        self.ready_bytes = 0
+        """Bytes of results that are read and not yet taken."""
         self._forgets_later = False
         self._is_closed = False
         self._process = os.getpid()
         _open.add(self)
 
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes of results that are read, or being read, and not yet taken."""
-        return self._held
-
-    @property
-    def ready_bytes(self) -> int:
-        """Bytes of results that are read and not yet taken."""
-        return self._ready
-
-    @property
-    def requests(self) -> int:
-        """Reads in flight, if reads block."""
-        return self._requests
-
     def allow(self, lookahead_bytes: int, requests: int) -> None:
         """Changes how much is read ahead, from the next read on; surplus threads stay idle."""
         with self._lock:
-            self._budget, self._requests = lookahead_bytes, requests
+            self._budget, self.requests = lookahead_bytes, requests
             self._wake_a_thread()
 
     def held_back_by(self) -> HeldBack | None:
@@ -151,9 +140,9 @@ class Prefetcher(Generic[Key, Result]):
                 # Everything that was announced is in flight: announcing more takes more bytes.
                 return "lookahead_bytes" if self._in_flight else None
             # Responses arrive in bursts: a moment later the next requests are in flight.
-            if len(self._in_flight) >= NEARLY_ALL * self._requests:
+            if len(self._in_flight) >= NEARLY_ALL * self.requests:
                 return "requests"
-            full = key is not None and self._held and self._held + self._size(key) > self._budget
+            full = key is not None and self.buffered_bytes and self.buffered_bytes + self._size(key) > self._budget
             return "lookahead_bytes" if full else None
 
     def expect(self, keys: Sequence[Key]) -> None:
@@ -223,8 +212,8 @@ class Prefetcher(Generic[Key, Result]):
         for read in self._ahead.values():
             # A read in flight keeps its share of the budget until it ends: its memory is in use.
             if read.is_done:
-                self._held -= read.held
-                self._ready -= read.held
+                self.buffered_bytes -= read.held
+                self.ready_bytes -= read.held
             read.wanted = 0
         self._ahead.clear()
         self._begun = self._first_requests
@@ -272,8 +261,8 @@ class Prefetcher(Generic[Key, Result]):
             read.wanted -= 1
             if read.wanted == 0:
                 del ahead[key]
-                self._held -= read.held
-                self._ready -= read.held if read.is_done else 0
+                self.buffered_bytes -= read.held
+                self.ready_bytes -= read.held if read.is_done else 0
                 read.held = 0
         self._wake_a_thread()
         return reads, [key for key in missing if key not in reads]
@@ -332,7 +321,7 @@ class Prefetcher(Generic[Key, Result]):
         with self._lock:
             while not self._is_closed:
                 read = None
-                if len(self._in_flight) < self._requests:
+                if len(self._in_flight) < self.requests:
                     read = self._urgent.popleft() if self._urgent else self._next_ahead()
                 if read is not None:
                     self._in_flight.add(read)
@@ -355,10 +344,10 @@ class Prefetcher(Generic[Key, Result]):
                 continue
             size = self._size(key)
             # A key larger than the whole budget is read alone.
-            if self._held and self._held + size > self._budget:
+            if self.buffered_bytes and self.buffered_bytes + size > self._budget:
                 return None
             self._announced.drop_first()
-            self._held += size
+            self.buffered_bytes += size
             read: _Read[Key, Result] = _Read(key, held=size)
             if self._are_taken:
                 self._ahead[key] = read
@@ -378,11 +367,11 @@ class Prefetcher(Generic[Key, Result]):
 
     def _wake_a_thread(self) -> None:
         """Wakes or starts one thread; each that finds work wakes the next, until there is no more work."""
-        if len(self._in_flight) >= self._requests or not (self._urgent or self._has_announced()):
+        if len(self._in_flight) >= self.requests or not (self._urgent or self._has_announced()):
             return
         if self._idle:
             self._work_to_do.notify()
-        elif len(self._threads) < self._requests:
+        elif len(self._threads) < self.requests:
             thread = threading.Thread(target=self._work, name="stoker-reader", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -397,9 +386,9 @@ class Prefetcher(Generic[Key, Result]):
         if size:
             self.mean_bytes += (size - self.mean_bytes) / 32
         if read.held:
-            self._held += (size if read.wanted else 0) - read.held
+            self.buffered_bytes += (size if read.wanted else 0) - read.held
             read.held = size if read.wanted else 0
-            self._ready += read.held
+            self.ready_bytes += read.held
         _answer(read, result)
         self._progress.notify_all()
 
@@ -459,7 +448,6 @@ class Announced(Generic[Key]):
             self._taken_early[key] += 1
 
     def clear(self) -> None:
-        """Removes all keys."""
         self._next.clear()
         self._taken_early.clear()
 

@@ -295,29 +295,19 @@ def measure_local_disk(folder: Path | None, sample_bytes: float, seconds: float 
             disk = os.statvfs(name)
             if disk.f_bavail * disk.f_frsize < LEAST_FREE:
                 return None
-            files = _write(Path(name), data, seconds)
+            files, ends = list[Path](), time.perf_counter() + seconds
+            while len(files) < min(MOST_FILES, max(1, MOST_BYTES // size)):
+                files.append(Path(name) / f"{len(files)}")
+                files[-1].write_bytes(data)
+                if time.perf_counter() > ends:
+                    break
             for file in files:
                 drop_from_cache(str(file))
-            return _read_back(files, seconds)
+            began, read = time.perf_counter(), 0
+            for file in files:
+                read += len(file.read_bytes())
+                if time.perf_counter() - began > seconds:
+                    break
+            return read / (time.perf_counter() - began)
     except OSError:
         return None
-
-
-def _write(folder: Path, data: bytes, seconds: float) -> list[Path]:
-    files, ends = list[Path](), time.perf_counter() + seconds
-    while len(files) < min(MOST_FILES, max(1, MOST_BYTES // len(data))):
-        file = folder / f"{len(files)}"
-        file.write_bytes(data)
-        files.append(file)
-        if time.perf_counter() > ends:
-            break
-    return files
-
-
-def _read_back(files: list[Path], seconds: float) -> float:
-    began, read = time.perf_counter(), 0
-    for file in files:
-        read += len(file.read_bytes())
-        if time.perf_counter() - began > seconds:
-            break
-    return read / (time.perf_counter() - began)

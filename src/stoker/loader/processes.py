@@ -248,7 +248,7 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _prepare_worker(environment: dict[str, str], outages: Any, _worker: int) -> None:
+def _prepare_worker(environment: dict[str, str], outages: str | None, _worker: int) -> None:
     """Sets up a worker for one core: more threads would only delay the other workers."""
     os.environ.clear()
     os.environ.update(environment)

@@ -39,8 +39,6 @@ class Usage:
     """The most bytes in blocks in use, after rounding."""
     peak_event: int
     """The event after which `allocated_peak` was first reached."""
-    given_back: int = 0
-    """How often cached segments had to be returned to the driver to continue; each time waits for the device."""
 
 
 class OutOfMemory(Exception):
@@ -54,7 +52,6 @@ class CachingAllocator:
     limit: int | None = None
     reserved: int = 0
     allocated: int = 0
-    given_back: int = 0
     reserved_peak: int = 0
     _used: dict[int, _Block] = field(default_factory=dict)
     # Free blocks of the two pools, sorted by size and then address: the best fit is the first that is large enough.
@@ -119,7 +116,6 @@ class CachingAllocator:
         for block in whole:
             self._take_out(block)
             self.reserved -= block.size
-        self.given_back += bool(whole)
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(block.size - size, block.address + size, block.segment, block.small, block, block.next)
@@ -159,7 +155,7 @@ def replay(events: Iterable[int], sizes: Sequence[int], limit: int | None = None
         allocator.allocate(event, sizes[event])
         if allocator.allocated > peak:
             peak, peak_event = allocator.allocated, place
-    return Usage(allocator.reserved_peak, peak, peak_event, allocator.given_back)
+    return Usage(allocator.reserved_peak, peak, peak_event)
 
 
 def plain_peak(events: Iterable[int], sizes: Sequence[int]) -> int:

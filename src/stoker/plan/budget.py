@@ -355,9 +355,7 @@ def vram_findings(
     return [Finding(sizes, "; or ".join(fixes), name="vram-exceeded", status="failed")]
 
 
-def ram_findings(
-    ram: RamBudget, workers: int, prefetch: int, total_with: Callable[[int, int], int] | None = None
-) -> list[Finding]:
+def ram_findings(ram: RamBudget, workers: int, prefetch: int, total_with: Callable[[int, int], int]) -> list[Finding]:
     """Whether the host has enough memory; `total_with` returns the total for other workers and prefetch."""
     if ram.limit_bytes is None:
         return []
@@ -366,11 +364,11 @@ def ram_findings(
         if ram.total_bytes > TIGHT * ram.limit_bytes:
             return [Finding(f"{sizes}: it fits, with little to spare for the page cache", name="ram-tight")]
         return []
+    limit = ram.limit_bytes
+    fitting = fitting_loader(workers, prefetch, lambda w, p: total_with(w, p) <= TIGHT * limit)
     fix = "a lower num_workers=, prefetch_factor= or batch_size="
-    if total_with is not None:
-        fitting = fitting_loader(workers, prefetch, lambda w, p: total_with(w, p) <= TIGHT * ram.limit_bytes)  # type: ignore[operator]
-        if fitting is not None:
-            fix = f"num_workers={fitting[0]} prefetch_factor={fitting[1]}"
+    if fitting is not None:
+        fix = f"num_workers={fitting[0]} prefetch_factor={fitting[1]}"
     return [Finding(sizes, fix, name="ram-exceeded", status="failed")]
 
 

@@ -89,16 +89,12 @@ class HostShape:
     """Per process: the key `lookahead`."""
     remote: bool = False
     """Whether samples come from an object store."""
-    shards: int = 0
     model_bytes: int = 0
     """Parameters and buffers."""
     state_bytes: int = 0
     """What a checkpoint contains: model, optimizer, EMA."""
-    step_bytes: int | None = None
-    """Without an accelerator: the peak of a step, which then uses host memory; None if it was not traced, and only the
-    state is counted."""
-    writes_checkpoints: bool = True
-    """Whether one of the host's processes saves checkpoints; only the first node does."""
+    step_bytes: int = 0
+    """Without an accelerator: the peak of a step, which then uses host memory."""
     cache_bytes: int = 0
     """Decoded chunks of compressed volumes, for all processes together."""
 
@@ -125,11 +121,11 @@ def ram_budget(
         # The model is built on the host before it moves, and malloc may keep the memory.
         each |= {"model on the host": shape.model_bytes, "CUDA": CUDA_HOST_BYTES}
     else:
-        each |= {"training step": shape.state_bytes if shape.step_bytes is None else shape.step_bytes}
+        each |= {"training step": shape.step_bytes}
     parts = {name: shape.processes * size for name, size in each.items()}
     parts["index"] = INDEX_BYTES_PER_SAMPLE * (shape.samples or 0)  # mapped from one file: once
     parts["volume cache"] = shape.cache_bytes
-    parts["checkpoint copy"] = shape.state_bytes if shape.writes_checkpoints else 0
+    parts["checkpoint copy"] = shape.state_bytes
     if os_bytes is None:
         os_bytes = OS_BYTES if limit_bytes is None else min(OS_BYTES, int(OS_SHARE * limit_bytes))
     parts["system"] = os_bytes
@@ -177,16 +173,12 @@ def shm_budget(shape: HostShape, limit_bytes: int | None) -> Budget:
 def open_files_budget(shape: HostShape, limit: int | None = None) -> Budget:
     """The most files that one process has open, and its soft limit unless another limit is given.
 
-    The limit is per process, so this counts the training process or one of its workers, whichever needs more. Readers
-    keep at most a quarter of the limit open as shards, so no more are counted.
+    The limit is per process, so this counts the training process or one of its workers, whichever needs more.
     """
     if limit is None:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         limit = None if soft == resource.RLIM_INFINITY else soft
-    reader = {
-        "reads under way": CONNECTIONS if shape.remote else READ_AT_ONCE,
-        "open shards": shape.shards if limit is None else min(shape.shards, limit // 4),
-    }
+    reader = {"reads under way": CONNECTIONS if shape.remote else READ_AT_ONCE}
     loaders = [loader for loader in (shape.loader, shape.validation) if loader is not None]
     forked = [loader for loader in loaders if loader.engine == "process" and loader.workers]
     training = {

@@ -54,8 +54,8 @@ BUCKET_BYTES = 25 * 1024**2
 NVLINK_EFFICIENCY = 0.75
 PCIE_EFFICIENCY = 0.4
 NETWORK_EFFICIENCY = 0.8
-DEFAULT_NETWORK_BYTES_PER_SECOND = 12.5e9
-"""Default bandwidth of a node: 100 Gbit/s."""
+NETWORK_BYTES_PER_SECOND = 12.5e9
+"""Bandwidth of a node: 100 Gbit/s."""
 
 _NORMS_BY_STATISTICS = ("batch_norm", "group_norm", "instance_norm")
 _FORMAT_OF_DTYPE = {"float16": "fp16", "bfloat16": "bf16"}
@@ -87,7 +87,6 @@ def step_seconds(
     gradient_bytes: int = 0,
     gpus: int = 1,
     nodes: int = 1,
-    network_bytes_per_second: float | None = None,
 ) -> StepTime:
     """The time of a traced step; with several devices, including the exposed part of the gradient all-reduce."""
     todo = list(_fused(ops)) if compiled else list(ops)
@@ -101,7 +100,7 @@ def step_seconds(
             by_kind["layout"] = by_kind.get("layout", 0.0) + layout
         if op.phase == "backward":
             backward_s += seconds + layout
-    sending_s = all_reduce_seconds(gradient_bytes, sheet, gpus, nodes, network_bytes_per_second)
+    sending_s = all_reduce_seconds(gradient_bytes, sheet, gpus, nodes)
     if sending_s > 0:
         last_bucket_s = sending_s * min(1.0, BUCKET_BYTES / gradient_bytes)
         by_kind["communication"] = max(sending_s - backward_s, last_bucket_s)
@@ -110,9 +109,7 @@ def step_seconds(
     return StepTime(max(device_s, host_s), by_kind, device_s, host_s)
 
 
-def all_reduce_seconds(
-    gradient_bytes: int, sheet: Datasheet, gpus: int, nodes: int = 1, network_bytes_per_second: float | None = None
-) -> float:
+def all_reduce_seconds(gradient_bytes: int, sheet: Datasheet, gpus: int, nodes: int = 1) -> float:
     """A ring over all devices: each byte passes every link twice, except the device's own share."""
     world = gpus * nodes
     if world <= 1 or gradient_bytes <= 0:
@@ -120,8 +117,8 @@ def all_reduce_seconds(
     efficiency = PCIE_EFFICIENCY if sheet.interconnect_bytes_per_second is None else NVLINK_EFFICIENCY
     slowest = sheet.peer_bytes_per_second * efficiency
     if nodes > 1:
-        network = network_bytes_per_second or DEFAULT_NETWORK_BYTES_PER_SECOND
-        slowest = min(slowest, network * NETWORK_EFFICIENCY) if gpus > 1 else network * NETWORK_EFFICIENCY
+        network = NETWORK_BYTES_PER_SECOND * NETWORK_EFFICIENCY
+        slowest = min(slowest, network) if gpus > 1 else network
     return 2 * (world - 1) / world * gradient_bytes / slowest
 
 

@@ -144,17 +144,8 @@ def _scaling_table(rows: tuple[ScalingRow, ...], unit: str) -> str:
 # The budget of a plan as a plot: a bar by part for each resource, with its limit.
 
 _COLOURS = (
-    "#3b6ea5",
-    "#c05621",
-    "#2f855a",
-    "#805ad5",
-    "#b7791f",
-    "#2c7a7b",
-    "#97266d",
-    "#4a5568",
-    "#9b2c2c",
-    "#5a67d8",
-)
+    "#3b6ea5", "#c05621", "#2f855a", "#805ad5", "#b7791f", "#2c7a7b", "#97266d", "#4a5568", "#9b2c2c", "#5a67d8",
+)  # fmt: skip
 
 
 def plot_plan(plan: Plan, name: str, path: Path) -> None:

@@ -51,21 +51,18 @@ def make_fake(model: nn.Module) -> None:
     # By id, together with the original: its id stays unique only as long as it lives.
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    fake = nn.Parameter(_empty_like(parameter), requires_grad=parameter.requires_grad)
-                    made[id(parameter)] = parameter, fake
-                module._parameters[name] = made[id(parameter)][1]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in made:
-                    made[id(buffer)] = buffer, _empty_like(buffer)
-                module._buffers[name] = made[id(buffer)][1]
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in both:
+            for name, tensor in held.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, _fake_of(tensor)
+                    held[name] = made[id(tensor)][1]
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+def _fake_of(tensor: Tensor) -> Tensor:
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 # Records every operator of a step: what it allocates, when that is freed, and what it computes.

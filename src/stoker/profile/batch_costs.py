@@ -97,10 +97,6 @@ class BatchCost:
         return self.wall_of("decode")
 
     @property
-    def collate_s(self) -> float:
-        return self.wall_of("collate")
-
-    @property
     def on_cpu_s(self) -> float | None:
         return _sum([stage.cpu_s for stage in self.stages.values()])
 

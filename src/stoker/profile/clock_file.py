@@ -18,13 +18,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from stoker.core.console import Say
 from stoker.core.console import say as say_on_stderr
-from stoker.profile.observed import AcceleratorFacts, HostFacts, LoaderShape, StorageFacts
+from stoker.profile.memory import own_and_children_bytes
+from stoker.profile.observed import AcceleratorFacts, LoaderShape, StorageFacts
 from stoker.profile.step_clock import BATCH_COLUMNS, Interval
 from stoker.run.metrics import MetricsFile
+
+if TYPE_CHECKING:
+    from stoker.profile.host import HostWatch
 
 FORMAT = 1
 HEADER = "clock"
@@ -34,16 +38,6 @@ HOST_EVERY_S = 10.0
 NameSamples = Callable[[Sequence[int]], list[str]]
 
 
-class HostLook(Protocol):
-    """Samples this host's counters (stoker.profile.host.HostWatch)."""
-
-    def look(self) -> None: ...
-
-    def facts(self) -> HostFacts: ...
-
-    def processes(self) -> tuple[int, int] | None: ...
-
-
 class ClockFile:
     """Appends what the clock measured; like metrics.jsonl, a full disk delays nothing."""
 
@@ -51,7 +45,7 @@ class ClockFile:
         self,
         path: Path,
         header: dict[str, Any],
-        host: HostLook,
+        host: HostWatch,
         *,
         step: int = 0,
         name_samples: NameSamples | None = None,
@@ -91,7 +85,7 @@ class ClockFile:
             self._host_due_s, self._host_told = time.monotonic() + HOST_EVERY_S, True
             host = self._watch.facts()
             record["host"] = {name: value for name, value in asdict(host).items() if value is not None}
-            record["memory"] = _memory(host.page_cache_bytes, host.shm_used_bytes, self._watch.processes())
+            record["memory"] = _memory(host.page_cache_bytes, host.shm_used_bytes)
         return record
 
 
@@ -135,10 +129,10 @@ def _known(record: Any) -> dict[str, Any] | None:
     return None if record is None else {name: value for name, value in asdict(record).items() if value is not None}
 
 
-def _memory(available: int | None, shm_used: int | None, processes: tuple[int, int] | None) -> dict[str, int]:
+def _memory(available: int | None, shm_used: int | None) -> dict[str, int]:
     """Bytes at the end of the interval: this process, available, shared memory, the device's allocator; and the private
     memory of this process and its workers."""
-    own, children = processes or (None, None)
+    own, children = own_and_children_bytes() or (None, None)
     found = {"available_bytes": available, "shm_used_bytes": shm_used, "process_bytes": None}
     found |= {"own_bytes": own, "children_bytes": children}
     with suppress(OSError, ValueError):

@@ -110,7 +110,6 @@ class ClockSums:
         self._foreign_format: Record | None = None
 
     def append(self, record: Record) -> None:
-        """Adds one line."""
         if record.get("event") == HEADER:
             self._begin(record)
         elif record.get("kind") in ("step", "epoch"):
@@ -474,7 +473,6 @@ def known_facts(kind: type[Facts], values: Any) -> Facts:
 
 @cache
 def _types_of(kind: type[Any]) -> dict[str, tuple[Any, ...]]:
-    """For each field the types that its value may have."""
     hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not tuple}
     return {name: (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,) for name, hint in hints.items()}
 

@@ -24,7 +24,7 @@ from stoker.core.cgroups import (
     read_throttling,
     throttled_share,
 )
-from stoker.profile.memory import own_and_children_bytes, read_host_memory, read_memory
+from stoker.profile.memory import read_host_memory, read_memory
 from stoker.profile.observed import HostFacts
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its size is read
@@ -217,7 +217,11 @@ class HostWatch:
         machine, shm_used, available = self._machine, self._shm_used, self._available
         elapsed_s = time.monotonic() - self._began_s
         throttled = throttled_share(self._throttling, read_throttling(), elapsed_s, len(allowed_cores()))
-        busy = _busy_share(self._ticks, _read_ticks())
+        before, after = self._ticks, _read_ticks()
+        busy = None
+        if before is not None and after is not None and after[1] > before[1]:
+            busy = 1.0 - (after[0] - before[0]) / (after[1] - before[1])
+        host = read_host_memory()
         self._begin()
         return HostFacts(
             cpus=machine.cpus,
@@ -226,13 +230,10 @@ class HostWatch:
             shm_bytes=machine.shm_bytes,
             shm_used_bytes=shm_used,
             cpu_busy_share=busy,
-            page_cache_bytes=_available_bytes(machine.ram_bytes),
+            # Memory of other programs in a container is not subtracted: their share of its use cannot be read.
+            page_cache_bytes=None if host is None else min(host.available_bytes, machine.ram_bytes or host.limit_bytes),
             available_bytes=available,
         )
-
-    def processes(self) -> tuple[int, int] | None:
-        """Memory that this process and its descendants have for themselves."""
-        return own_and_children_bytes()
 
     def _begin(self) -> None:
         self._shm_used = self._available = None
@@ -240,17 +241,6 @@ class HostWatch:
         self._began_s = time.monotonic()
         self._throttling = read_throttling()
         self._ticks = _read_ticks()
-
-
-def _available_bytes(limit: int | None) -> int | None:
-    """Memory that the page cache or new programs may take: what the kernel reports, at most a container's limit.
-
-    Memory of other programs in the container is not subtracted: their share of its use cannot be read.
-    """
-    state = read_host_memory()
-    if state is None:
-        return None
-    return state.available_bytes if limit is None else min(state.available_bytes, limit)
 
 
 # Columns of /proc/stat: user nice system idle iowait irq softirq steal; those that follow are part of user.
@@ -271,12 +261,6 @@ def _read_ticks() -> tuple[int, int] | None:
     except (OSError, ValueError, IndexError):
         return None
     return (idle, total) if total else None
-
-
-def _busy_share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    if before is None or after is None or after[1] <= before[1]:
-        return None
-    return 1.0 - (after[0] - before[0]) / (after[1] - before[1])
 
 
 SYS = Path("/sys")

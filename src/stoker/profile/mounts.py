@@ -117,7 +117,6 @@ def _writable_folder(point: str) -> str | None:
 
 
 def same_device(one: str, other: str) -> bool:
-    """Whether two paths are on the same file system."""
     try:
         return os.stat(one).st_dev == os.stat(other).st_dev  # noqa: PTH116
     except OSError:

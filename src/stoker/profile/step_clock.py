@@ -174,7 +174,7 @@ class Interval:
         record["stages"] = {name: self._stage(name) for name in self.cost.stages}
         record["waits_s"] = [wait for wait, _ in self.newest_steps]
         record["steps_s"] = [rest for _, rest in self.newest_steps]
-        record["batches"] = [batch_row(batch) for batch in self.newest_batches]
+        record["batches"] = [[getattr(batch, name) for name in BATCH_COLUMNS] for batch in self.newest_batches]
         return {name: _rounded(value) for name, value in record.items() if value is not None}
 
     def _stage(self, name: str) -> Record:
@@ -192,10 +192,6 @@ def batch_time(cost: BatchCost, worker: int) -> BatchTime:
         samples=cost.samples, worker=worker, fetch_s=stages["fetch"].wall_s if "fetch" in stages else None,
         bytes=cost.batch_bytes,
     )  # fmt: skip
-
-
-def batch_row(batch: BatchTime) -> list[Any]:
-    return [getattr(batch, name) for name in BATCH_COLUMNS]
 
 
 def _rounded(value: Any) -> Any:

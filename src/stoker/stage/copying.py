@@ -7,7 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,62 +102,53 @@ class Work:
 
 def find_work(source: Source, copy: LocalCopy, selection: Selection, progress: Advance | None = None) -> Work:
     """What is missing in the copy or differs from the source; raises UserError if some names cannot be in one copy."""
+    ignore_case = ignores_case(copy.folder)
     left: list[SourceFile] = []
-    total_files = total_bytes = 0
-    names = _Names(ignore_case=ignores_case(copy.folder))
+    paths: list[str] = []
+    total_bytes = 0
     for file in selected_files(selection, source, progress):
-        total_files, total_bytes = total_files + 1, total_bytes + file.size
-        names.add(file.path)
+        total_bytes += file.size
+        paths.append(file.path)
         known = copy.present(file.path) if "\0" not in file.path else None
         if known is None or (known.size, known.version) != (file.size, file.version):
             left.append(file)
-    names.check()
-    if not total_files:
+    check_names(paths, ignore_case=ignore_case)
+    if not paths:
         raise UserError(
             "nothing-to-stage",
             f"there are no files at {source.url}",
             why="an empty copy is probably not what you want",
             hint="check the path; a prefix of a bucket is spelled exactly, with upper and lower case",
         )
-    return Work(left, sum(file.size for file in left), total_files, total_bytes)
+    return Work(left, sum(file.size for file in left), len(paths), total_bytes)
 
 
-class _Names:
-    """Notices names that cannot be files beside each other."""
-
-    def __init__(self, ignore_case: bool) -> None:
-        self._fold: Callable[[str], str] = str.casefold if ignore_case else lambda name: name
-        self._ignore_case = ignore_case
-        self._files: set[str] = set()
-        self._folders: set[str] = set()
-        self._twins: list[str] = []
-
-    def add(self, path: str) -> None:
-        folded = self._fold(path)
-        if self._ignore_case and folded in self._files:
-            self._twins.append(path)
-        self._files.add(folded)
+def check_names(paths: Iterable[str], *, ignore_case: bool) -> None:
+    """Raises UserError if some of these names cannot be files beside each other."""
+    files, folders, twins = set[str](), set[str](), list[str]()
+    for path in paths:
+        folded = path.casefold() if ignore_case else path
+        if ignore_case and folded in files:
+            twins.append(path)
+        files.add(folded)
         folder = folded.rpartition("/")[0]
-        while folder and folder not in self._folders:
-            self._folders.add(folder)
+        while folder and folder not in folders:
+            folders.add(folder)
             folder = folder.rpartition("/")[0]
-
-    def check(self) -> None:
-        if self._twins:
-            twins = count(len(self._twins), "name")
-            raise UserError(
-                "names-differ-in-case",
-                f"{twins} the same as another except for upper and lower case: {some(self._twins)}",
-                why="the target's file system does not distinguish them, so one would overwrite the other",
-                hint="choose a target on a file system that does, such as ext4 or XFS",
-            )
-        if both := sorted(self._files & self._folders):
-            raise UserError(
-                "file-and-folder",
-                f"{count(len(both), 'name')} used for a file and for a folder: {some(both)}",
-                why="an object store allows that, a file system does not",
-                hint="stage the folders one by one",
-            )
+    if twins:
+        raise UserError(
+            "names-differ-in-case",
+            f"{count(len(twins), 'name')} the same as another except for upper and lower case: {some(twins)}",
+            why="the target's file system does not distinguish them, so one would overwrite the other",
+            hint="choose a target on a file system that does, such as ext4 or XFS",
+        )
+    if both := sorted(files & folders):
+        raise UserError(
+            "file-and-folder",
+            f"{count(len(both), 'name')} used for a file and for a folder: {some(both)}",
+            why="an object store allows that, a file system does not",
+            hint="stage the folders one by one",
+        )
 
 
 def ignores_case(folder: str) -> bool:
@@ -304,7 +295,6 @@ class Verification:
         return not self.wrong
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
         return {
             "target": self.folder,
             "source": self.source,
@@ -317,7 +307,6 @@ class Verification:
 
 
 def verification_text(result: Verification) -> str:
-    """What `--verify` found."""
     lines = failure_lines(result.wrong)
     if result.unknown:
         lines.append(f"note: {count(len(result.unknown), 'file')} not in the manifest: {shown(result.unknown[0])} …")

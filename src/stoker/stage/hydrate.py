@@ -81,7 +81,6 @@ class Hydrated:
     """Why files were read instead of restored."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
         return asdict(self) | {"failed": [{"path": name, "reason": reason} for name, reason in self.failed]}
 
 
@@ -107,7 +106,7 @@ def hydrate(
     with Lfs(done.kind, how.call_s) as lfs:
         try:
             work.restore_released(lfs)
-        except (LfsFailed, _Stalled) as error:
+        except LfsFailed as error:
             done.note = str(error)
             work.read_instead(lfs)
             done.way = "restore, then read" if done.restored else "read"
@@ -153,10 +152,6 @@ def list_files(path: str | Path, advance: Advance = lambda _done, _total: None) 
     return found
 
 
-class _Stalled(Exception):
-    """Requested restores do not arrive."""
-
-
 @dataclass
 class _Work:
     """The work in progress, for both ways of doing it."""
@@ -175,7 +170,7 @@ class _Work:
     of: tuple[int, int] = (0, 0)
 
     def restore_released(self, lfs: Lfs) -> None:
-        """Raises LfsFailed if `lfs` does not work, and _Stalled if nothing arrives, even after asking again."""
+        """Raises LfsFailed if `lfs` does not work, or nothing arrives even after asking again."""
         paths = list(self.sizes)
         lfs.states(paths[:1])  # one file shows whether this is Lustre, before we ask about a million
         self.say(f"asking lfs about {count(len(paths), 'file')}")
@@ -206,7 +201,7 @@ class _Work:
             if time.monotonic() - since >= self.how.stall_s:
                 late = f"nothing was restored for {self.how.stall_s:.0f} s"
                 if asked_again:
-                    raise _Stalled(late)
+                    raise LfsFailed(late)
                 self.say(f"{late}; asking for {count(len(self.under_way), 'file')} again")
                 self._ask(lfs, list(self.under_way))
                 since, asked_again = time.monotonic(), True
@@ -369,7 +364,7 @@ _USELESS = re.compile(r"ioctl|request.*(not permitted|Permission denied)", re.IG
 
 
 class LfsFailed(Exception):
-    """`lfs` does not work here; the text says why."""
+    """`lfs` does not work here, or not any more; the text says why."""
 
 
 class FileState(NamedTuple):

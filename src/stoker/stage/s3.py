@@ -96,7 +96,6 @@ class S3Source(Source):
                     yield from page
 
     def directly_in(self, folder: str) -> list[SourceFile]:
-        """The objects of one folder."""
         return [file for page in self._pages(folder, directly=True) for file in page]
 
     def read(self, file: SourceFile, start: int, end: int, retried: Retried = say_nothing) -> Content:
@@ -120,7 +119,6 @@ class S3Source(Source):
         return self._patiently(file.path, attempt, retried)
 
     def agreed(self, file: SourceFile, content: Buffer) -> str | None:
-        """The store's checksum that an object read in parts agrees with."""
         found = self._patiently(
             file.path,
             lambda: self._ask_about(file, "HEAD", "HeadObject", {"x-amz-checksum-mode": "ENABLED"}),

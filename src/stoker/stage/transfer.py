@@ -75,11 +75,9 @@ class Summary:
 
     @property
     def complete(self) -> bool:
-        """Whether the copy has everything it should have."""
         return not self.failures
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary as `--json` prints it."""
         by_checksum = {kind: number for kind, number in self.verified.items() if kind}
         return {
             "source": self.source,
@@ -209,7 +207,6 @@ class Transfer:
         self._tick()
 
     def close(self) -> None:
-        """Commits the rest."""
         self._stop.set()
         self._committer.join()
         self._summary.seconds = time.monotonic() - self._began
@@ -343,7 +340,6 @@ class Transfer:
 
 
 def room_margin(folder: str) -> int:
-    """Bytes that stay free on the disk of a folder."""
     return min(MOST_MARGIN_BYTES, int(shutil.disk_usage(folder).total * MARGIN_SHARE))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from stoker.profile.observed import (
     StorageFacts,
 )
 from tests.doctor.checks.observations import BATCH, STEPS, batches, healthy, stages, starved
+from tests.support.documents import PROJECT
 
 FULL = HostFacts(cpus=2, cpu_busy_share=1.0)
 
@@ -197,6 +199,12 @@ def test_needs_are_listed_next_to_what_is_available() -> None:
     assert cpu.covered == pytest.approx(1.0)
     assert cold.wants == pytest.approx(160e6)
     assert cold.covered == pytest.approx(0.125)
+
+
+def test_every_check_has_a_line_in_the_docs() -> None:
+    page = (PROJECT / "docs" / "why-is-my-gpu-idle.md").read_text()
+    listed = re.findall(r"^\| `([a-z0-9.-]+)` \| ", page, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(check.name for check in CHECKS)
 
 
 def test_every_check_says_what_why_and_an_example() -> None:

@@ -60,7 +60,7 @@ def test_posterize_to_no_bits_is_black() -> None:
     assert changed_by(Op.POSTERIZE, some_batch(2)).max() == 0
 
 
-@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (5, 7), (1, 1), (16, 16)])
+@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (5, 7), (1, 1)])
 @pytest.mark.parametrize(
     ("op", "change"),
     [(Op.EQUALIZE, timm_ops.equalize), (Op.AUTO_CONTRAST, timm_ops.auto_contrast)],
@@ -83,7 +83,7 @@ def test_autocontrast_is_exact_for_every_pair_of_darkest_and_brightest_level() -
     assert difference(changed_by(Op.AUTO_CONTRAST, torch.from_numpy(images)), theirs).max() == 0
 
 
-@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (3, 3), (2, 9), (1, 1)])
+@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (3, 3), (2, 9)])
 @pytest.mark.parametrize(
     ("op", "theirs"),
     [(Op.COLOR, timm_ops.color), (Op.CONTRAST, timm_ops.contrast), (Op.SHARPNESS, timm_ops.sharpness)],

@@ -266,9 +266,7 @@ def test_the_host_never_waits_for_the_device() -> None:
             assert inputs.device.type == labels.device.type == "cuda"
     assert operators.blocking == []
     assert operators.copies == 3 * (6 + 1), "the rows, and everything else about the batch at once"
-
-
-def test_a_plain_sample_takes_a_handful_of_kernels() -> None:
+    # A plain sample takes a handful of kernels.
     with FakeTensorMode(allow_non_fake_inputs=True), counted() as operators:
         augment(Chances()).prepare(batch_of([Transform()] * 4), copy_to(torch.device("cuda")))
     assert operators.kernels <= 4 * 4

@@ -192,26 +192,12 @@ def test_a_folder_that_has_just_changed_is_silently_listed_again(tmp_path: Path)
     age(tmp_path / "train" / "cat")
     assert Opening(tmp_path).listed == 1
     assert Opening(tmp_path).listed == 0
-
-
-def test_a_change_within_one_tick_of_the_clock_is_noticed(tmp_path: Path) -> None:
-    make_tree(tmp_path, TREE)
     now = time.time_ns()
     os.utime(tmp_path / "train" / "cat", ns=(now, now))
     Opening(tmp_path)
     make_tree(tmp_path, {"cat": ["new.jpg"]})
     os.utime(tmp_path / "train" / "cat", ns=(now, now))
     assert "cat/new.jpg" in opened_names(tmp_path)
-
-
-def test_the_index_can_be_saved_elsewhere(tmp_path: Path) -> None:
-    age(make_tree(tmp_path / "data", TREE))
-    make_tree(tmp_path / "data", {"cat": ["v.jpg"]}, "val")
-    age(tmp_path / "data")
-    for split, samples in (("train", 6), ("val", 1)):
-        for listed in (3 if split == "train" else 1, 0):
-            opening = Opening(tmp_path / "data", split, index_dir=tmp_path / "kept")
-            assert (len(opening.index), opening.listed) == (samples, listed)
 
 
 def test_data_that_was_moved_is_listed_again_and_what_takes_its_place_is_not_mistaken_for_it(tmp_path: Path) -> None:
@@ -519,14 +505,6 @@ def packed(folder: Path) -> SampleIndex:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "shard-000000.tar").write_bytes(b"")
     return save_index(index, folder)
-
-
-def test_packed_shards_are_opened_by_the_index_beside_them(tmp_path: Path) -> None:
-    packed(tmp_path / "train")
-    opening = Opening(tmp_path)
-    assert opening.index.location(1) == ("shard-000000.tar", 1536, 4)
-    assert opening.index.root == str(tmp_path / "train")
-    assert opening.listed == 0
 
 
 def test_a_torn_pack_is_refused_and_a_foreign_index_file_is_not_ours(tmp_path: Path) -> None:

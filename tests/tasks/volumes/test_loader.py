@@ -197,7 +197,7 @@ def test_without_labels_a_batch_has_images_only(cases: tuple[Case, ...]) -> None
 
 
 def test_a_run_divided_by_region_never_reads_the_validation_slab(cases: tuple[Case, ...], tmp_path: Path) -> None:
-    # Every voxel tells its own z: what a batch of training holds can be looked up.
+    # The value of a voxel is its z, which shows where it was read.
     depth = np.broadcast_to(np.arange(60, dtype=np.uint8)[:, None, None], (60, 30, 30))
     np.save(tmp_path / "image.npy", depth)
     np.save(tmp_path / "label.npy", np.ones(depth.shape, np.uint8))

@@ -116,12 +116,12 @@ def test_a_store_that_goes_away_for_a_while_is_waited_for(
     s3_proxy.stop()
     said: list[str] = []
 
-    def come_back_once_it_is_said() -> None:
+    def come_back_once_it_is_shown() -> None:
         wait_until(lambda: outage.text() is not None)
         said.append(str(outage.text()))
         s3_proxy.start()
 
-    back = threading.Thread(target=come_back_once_it_is_said)
+    back = threading.Thread(target=come_back_once_it_is_shown)
     back.start()
     # Another opening of it, too: volumes to validate on are opened when their turn comes.
     later = threading.Thread(target=lambda: check_reads(there, array, ReadingOptions(cache_bytes=0)))
@@ -208,7 +208,7 @@ def test_a_second_start_asks_for_no_volume(s3_server: S3Server, s3_proxy: Proxy,
     assert [one.id for one in survey(open_cases(url).cases, OpenVolumes()).bad] == [cases[0].id]
 
 
-def test_what_is_wrong_with_a_url_is_told(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_what_is_wrong_with_a_url(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_scrolls(tmp_path / "data", volumes=3, shape=(16, 16, 16), scrolls=2)
     url = s3.put_folder(tmp_path / "data", "wrong")
     s3.put("wrong/cases.yaml", b"- {image: train_images/gone.tif}")

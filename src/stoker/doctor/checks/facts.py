@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from stoker.core.finding import Estimate, Finding
 from stoker.doctor.diagnosis import Prediction
 from stoker.doctor.preparing import Filling, filling
 from stoker.plan.records import PACKED_BYTES
-from stoker.profile.observed import HotSpot, Observed
+from stoker.profile.observed import BatchTime, HotSpot, Observed, StageTime
 
 STARVED = 0.10
 """Share of the time from which waiting is worth a fix: below it no change of the data path could give more than
@@ -69,24 +69,24 @@ class Facts:
     @cached_property
     def split(self) -> Split | None:
         """From the newest batches, or from the stages of all of them; None where the kernel does not provide it."""
-        known = [
-            (b.wall_s, b.cpu_s, b.runq_s, b.blocked_s)
-            for b in self.observed.batches
-            if b.cpu_s is not None and b.runq_s is not None and b.blocked_s is not None
-        ]
-        if known:
-            wall, cpu, runq, blocked = (sum(part) for part in zip(*known, strict=True))
-            return _split(wall, cpu, runq, blocked, len(known))
-        stages = list(self.observed.stages.values())
-        if not stages or any(s.cpu_s is None or s.runq_s is None or s.blocked_s is None for s in stages):
+
+        def known(parts: Iterable[BatchTime | StageTime]) -> list[tuple[float, float, float, float]]:
+            return [
+                (part.wall_s, part.cpu_s, part.runq_s, part.blocked_s)
+                for part in parts
+                if part.cpu_s is not None and part.runq_s is not None and part.blocked_s is not None
+            ]
+
+        rows, stages = known(self.observed.batches), self.observed.stages
+        count = len(rows)
+        if not rows:
+            rows, count = known(stages.values()), self.observed.steps
+            if len(rows) < len(stages):
+                return None
+        if not rows or not count:
             return None
-        return _split(
-            sum(s.wall_s for s in stages),
-            sum(s.cpu_s or 0.0 for s in stages),
-            sum(s.runq_s or 0.0 for s in stages),
-            sum(s.blocked_s or 0.0 for s in stages),
-            self.observed.steps,
-        )
+        wall, cpu, runq, blocked = (sum(part) for part in zip(*rows, strict=True))
+        return Split(cpu / wall, runq / wall, blocked / wall, cpu / count, wall / count) if wall > 0 else None
 
     @property
     def is_blocked(self) -> bool:
@@ -199,12 +199,6 @@ class Facts:
         if self.config_line:
             return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         return f"DataLoader(..., {key}={value})"
-
-
-def _split(wall: float, cpu: float, runq: float, blocked: float, batches: int) -> Split | None:
-    if wall <= 0 or batches == 0:
-        return None
-    return Split(cpu / wall, runq / wall, blocked / wall, cpu / batches, wall / batches)
 
 
 def speedup_without(share: float) -> Estimate:

@@ -33,7 +33,7 @@ VolumeLoss = Callable[[Tensor | Sequence[Tensor], Tensor], Tensor]
 
 
 def build_volume_loss(text: str, classes: int, ignore: int) -> VolumeLoss:
-    """The loss that `volume_loss` says, as `dice + ce + 0.2 cldice`.
+    """The loss of a sum like `dice + ce + 0.2 cldice`.
 
     It takes logits (N, classes, Z, Y, X), or a list of them, full resolution first, and labels (N, Z, Y, X). Voxels
     with the label `ignore` never count; a sample without any other contributes 0.
@@ -50,7 +50,7 @@ def build_volume_loss(text: str, classes: int, ignore: int) -> VolumeLoss:
     def at_one_resolution(logits: Tensor, labels: Tensor) -> Tensor:
         case = LossInputs(logits, labels, ignore)
         total = torch.stack([weight * TERMS[name](case) for name, weight in terms]).sum(dim=0)
-        return case.where_labelled(total).mean()
+        return total.masked_fill(case.voxels == 0, 0.0).mean()
 
     def loss(outputs: Tensor | Sequence[Tensor], labels: Tensor) -> Tensor:
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
@@ -142,9 +142,6 @@ class LossInputs:
     def cross_entropies(self) -> Tensor:
         """The cross-entropy of each voxel; 0 where there is no label."""
         return functional.cross_entropy(self.logits.float(), self.labels, ignore_index=self.ignore, reduction="none")
-
-    def where_labelled(self, by_sample: Tensor) -> Tensor:
-        return by_sample.masked_fill(self.voxels == 0, 0.0)
 
     def mean_of_labelled(self, by_voxel: Tensor) -> Tensor:
         """The mean over the labelled voxels of each sample; unlabelled voxels have the value 0."""

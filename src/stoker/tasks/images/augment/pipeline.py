@@ -193,7 +193,6 @@ class EvalPrepare:
     memory_format: torch.memory_format = torch.channels_last
 
     def __call__(self, images_nhwc: Tensor) -> Tensor:
-        """The inputs, NCHW in the model's memory format."""
         return to_float(images_nhwc, self.mean, self.std, self.dtype, self.memory_format)
 
 

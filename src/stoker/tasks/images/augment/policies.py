@@ -36,8 +36,6 @@ class Layer:
 
 
 class Policy(Protocol):
-    """How the operations of a batch are chosen."""
-
     @property
     def fill(self) -> Level:
         """The colour outside the image."""

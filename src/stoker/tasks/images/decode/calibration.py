@@ -39,8 +39,6 @@ _PACKAGES = ("simplejpeg", "opencv-python-headless", "nvidia-nvimgcodec-cu13", "
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """Which decoder was chosen, and why."""
-
     choice: str
     microseconds: dict[str, float]
     """Per image on one core, for each decoder that decoded all files; empty if nothing was measured."""

@@ -51,8 +51,6 @@ class Refused(Exception):
 
 
 class Decoder(Protocol):
-    """Decodes regions of images in one library."""
-
     def region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> NDArray[np.uint8]:
         """The pixels of `box`, which is in stored pixels; raises Refused.
 
@@ -102,7 +100,6 @@ def scaled_box(box: Box, scale: int, width: int, height: int) -> Box:
 
 
 def cut(image: NDArray[np.uint8], box: Box) -> NDArray[np.uint8]:
-    """The box of an image, as a view."""
     return image[box.top : box.top + box.height, box.left : box.left + box.width]
 
 

@@ -262,8 +262,6 @@ def _resize_part(image: Image.Image, width: int, height: int, kept: Box, method:
 
 @dataclass(frozen=True)
 class CropRange:
-    """The area and aspect that a random crop may have."""
-
     scale: tuple[float, float] = (0.08, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
 
@@ -325,8 +323,6 @@ def _largest_centred(width: int, height: int, aspect: tuple[float, float]) -> Bo
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """A random resized crop."""
-
     size: int
     bounds: CropRange
     decoding: Decoding

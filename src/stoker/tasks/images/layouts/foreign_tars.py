@@ -34,8 +34,6 @@ REMOTE_TARS_AT_ONCE = 8
 
 
 class TarSample(NamedTuple):
-    """One image of a tar."""
-
     name: str
     label: str
     offset: int

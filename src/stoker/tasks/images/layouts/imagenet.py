@@ -94,7 +94,6 @@ def is_synset(name: str) -> bool:
 
 
 def is_whole_imagenet(classes: Sequence[str]) -> bool:
-    """Whether these are the 1,000 classes."""
     return len(classes) == len(synsets()) > 0 and set(classes) == set(synsets())
 
 

@@ -94,22 +94,19 @@ def _list(place: str, kept: KeptIndex | None, progress: Advance | None) -> tuple
     now, changed = _changed_classes(place, kept)
     fresh = {one.name: one for one in list_classes(place, [name for name in now if name in changed], progress)}
     listed = [fresh[name] if name in fresh else class_of_index(kept.index, name, kept.seen[name]) for name in now]
-    differing = _differing(kept, fresh) | (set(kept.index.classes) - set(now))
+    differing = {
+        name
+        for name, one in fresh.items()
+        if name not in kept.seen
+        or not np.array_equal(one.name_bytes, class_of_index(kept.index, name, one.seen).name_bytes)
+    }
+    differing |= set(kept.index.classes) - set(now)
     if not differing:
         return listed, []  # the folders were only touched, or too recent to be sure
     return listed, [
         f"the index of {place} was out of date: {count(len(differing), 'class folder')} changed "
         f"({some(sorted(differing))}) and {'was' if len(differing) == 1 else 'were'} listed again"
     ]
-
-
-def _differing(kept: KeptIndex, fresh: Mapping[str, ClassListing]) -> set[str]:
-    return {
-        name
-        for name, one in fresh.items()
-        if name not in kept.seen
-        or one.name_bytes.tobytes() != class_of_index(kept.index, name, Seen()).name_bytes.tobytes()
-    }
 
 
 def _index_of(place: str, listed: list[ClassListing]) -> SampleIndex:
@@ -284,7 +281,6 @@ def class_of_index(index: SampleIndex, name: str, seen: Seen) -> ClassListing:
 
 
 def index_of_classes(root: str, listings: Sequence[ClassListing]) -> SampleIndex:
-    """One index of all classes, in this order."""
     counts = np.array([len(listing) for listing in listings], np.int64)
     starts = np.cumsum([0, *(len(listing.name_bytes) for listing in listings)])
     sizes = [listing.sizes for listing in listings if listing.sizes is not None]

@@ -146,7 +146,6 @@ class ParquetStore:
         return ParquetStore, (self._inner, self._version, self._most)
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:  # noqa: ARG002
-        """The bytes of the image in that row."""
         group, row = offset >> ROW_BITS, offset & ((1 << ROW_BITS) - 1)
         with self._loading:
             images = self._kept.get((path, group))
@@ -161,12 +160,10 @@ class ParquetStore:
         return bytes(data)
 
     def size_of(self, path: str) -> int:
-        """Bytes of a parquet file."""
         return self._inner.size_of(path)
 
     @property
     def fetches(self) -> int:
-        """How many reads went over the network."""
         return getattr(self._inner, "fetches", 0)
 
     def _load(self, path: str, group: int) -> Any:
@@ -209,7 +206,6 @@ class _ParquetFile:
         self.rows = [self._file.metadata.row_group(group).num_rows for group in range(self.groups)]
 
     def images_of(self, group: int) -> Any:
-        """The image bytes of a row group."""
         # In this thread: a pool of pyarrow's would not survive a fork, and workers share the cores already.
         column = self._file.read_row_group(group, columns=[self._bytes], use_threads=False).column(0)
         if self._bytes != self._image:

@@ -64,7 +64,6 @@ class SampleIndex:
         return decode_name(bytes(self.name_bytes[start : int(self.name_ends[index])]))
 
     def location(self, index: int) -> Location:
-        """Where a sample's bytes are."""
         return next(self.locations([index]))
 
     @property
@@ -298,13 +297,11 @@ class SampleSet:
         return members if self.chosen is None else self.chosen[members]
 
     def labels(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The members' classes."""
         labels = self.index.labels if self.chosen_labels is None else self.chosen_labels
         return labels[members].astype(np.int64)
 
 
 def all_samples(index: SampleIndex) -> SampleSet:
-    """Every sample of an index."""
     return SampleSet(index, index.classes)
 
 

@@ -36,7 +36,6 @@ class LabelFileWrong(UserError):
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file or object."""
     if not is_url(path):
         return Path(path).is_file()
     folder, _, name = path.rpartition("/")
@@ -71,8 +70,6 @@ def read_bytes(path: str) -> bytes:
 
 
 class ListedSample(NamedTuple):
-    """One image of a list."""
-
     path: str
     """Relative to the root."""
     label: str

@@ -39,8 +39,6 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class FoundSplit:
-    """Where a split is."""
-
     folder: str
     """Relative to the root; "" for the root itself."""
     files: tuple[str, ...] = ()

@@ -70,7 +70,6 @@ class PackFolder:
         return self.records / f"shard-{number:06d}.json"
 
     def named(self, number: int) -> str:
-        """The shard's name in messages."""
         return f"{self.split}/{self.shard(number).name}" if self.split else self.shard(number).name
 
 

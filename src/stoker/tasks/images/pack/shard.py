@@ -126,8 +126,6 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class ShardSource:
-    """The arguments of every worker."""
-
     index: SampleIndex
     pack: PackFolder
     options: PackOptions
@@ -135,8 +133,6 @@ class ShardSource:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to make."""
-
     number: int
     first_key: int
     samples: NDArray[np.int64]
@@ -155,8 +151,6 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class ShardDone:
-    """The result of a task."""
-
     number: int
     kept: bool
     images: int
@@ -178,14 +172,13 @@ def make_shard(source: ShardSource, task: ShardTask, report: Report) -> ShardDon
     """Writes the shard and its record; keeps a shard that is already complete."""
     cv2.setNumThreads(1)  # one core for each process
     try:
-        record = _kept(source, task)
-        if record is not None:
+        kept = _kept(source, task)
+        if kept is not None:
             report(len(task.samples))
-            return ShardDone(task.number, True, len(record.samples), record.bytes, record.skipped)
-        record = _write(source, task, report)
+        record = kept or _write(source, task, report)
     except (OSError, ShardDamaged) as error:
         return ShardDone(task.number, False, 0, 0, [], error=str(error))
-    return ShardDone(task.number, False, len(record.samples), record.bytes, record.skipped)
+    return ShardDone(task.number, kept is not None, len(record.samples), record.bytes, record.skipped)
 
 
 def sampled_ratio(source: ShardSource, tasks: list[ShardTask]) -> float:

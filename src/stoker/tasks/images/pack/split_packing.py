@@ -60,8 +60,6 @@ STAT_THREADS = 16
 
 @dataclass(frozen=True)
 class ImagePackResult:
-    """The result of packing a split."""
-
     samples: int
     classes: int
     shards: int
@@ -174,7 +172,6 @@ def _of_split(result: ImagePackResult) -> dict[str, object]:
 
 
 def _table(results: Mapping[str, ImagePackResult]) -> str:
-    """A row for each split."""
     rows = [
         [
             name,
@@ -234,11 +231,15 @@ def pack_split(
             "nothing-to-pack", f"{index.root} has no images", hint="choose a folder with class folders of images"
         )
     sizes = source_sizes(index)
-    check_source(pack, options.as_dict(), _fingerprint(index, sizes))
-    tasks = plan_shards(sizes, options.shard_bytes, row_groups(index))
+    # The same for the same names, classes and sizes, wherever they are stored.
+    fingerprint = xxhash.xxh3_128_hexdigest(digest_of(replace(index, sizes=sizes)).encode())
+    check_source(pack, options.as_dict(), fingerprint)
+    tasks, source = plan_shards(sizes, options.shard_bytes, row_groups(index)), ShardSource(index, pack, options)
     remove_temporaries(pack)
-    _check_disk(index, pack, options, tasks)
-    made = _make_shards(ShardSource(index, pack, options), tasks, workers, max_bad_fraction, progress)
+    unfinished = [task for task in tasks if finished_bytes(pack, task.number) is None]
+    planned_bytes = sum(task.planned_bytes for task in unfinished)
+    check_space(pack.folder, planned_bytes * sampled_ratio(source, unfinished), SHARDS)
+    made = _make_shards(source, tasks, workers, max_bad_fraction, progress)
     packed = write_pack_index(index, pack, options.as_dict(), len(tasks))
     new_images = sum(shard.images for shard in made if not shard.kept)
     seconds = time.monotonic() - began
@@ -297,18 +298,6 @@ def source_sizes(index: SampleIndex) -> NDArray[np.int64]:
         # In slices: a million futures would take a gigabyte.
         parts = [list(pool.map(size_of, range(at, min(at + 65536, len(index))))) for at in range(0, len(index), 65536)]
     return np.concatenate([np.array(part, np.int64) for part in parts])
-
-
-def _fingerprint(index: SampleIndex, sizes: NDArray[np.int64]) -> str:
-    """The same for the same names, classes and sizes, wherever they are stored."""
-    content = digest_of(replace(index, sizes=sizes))
-    return xxhash.xxh3_128_hexdigest(content.encode())
-
-
-def _check_disk(index: SampleIndex, pack: PackFolder, options: PackOptions, tasks: list[ShardTask]) -> None:
-    unfinished = [task for task in tasks if finished_bytes(pack, task.number) is None]
-    ratio = sampled_ratio(ShardSource(index, pack, options), unfinished)
-    check_space(pack.folder, sum(task.planned_bytes for task in unfinished) * ratio, SHARDS)
 
 
 def _make_shards(

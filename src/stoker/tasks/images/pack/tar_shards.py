@@ -60,7 +60,6 @@ class ShardWriter:
         self._hash = xxhash.xxh3_128()
 
     def add(self, key: int, sample: int, extension: str, data: bytes, label: int) -> None:
-        """Appends a sample: its image and its label."""
         record = self.record
         record.samples.append(sample)
         record.keys.append(key)
@@ -73,7 +72,6 @@ class ShardWriter:
         self._member(member_name(key, "cls"), b"%d" % label)
 
     def finish(self) -> ShardRecord:
-        """Ends the archive."""
         self._write(END)
         self.record.xxh3 = self._hash.hexdigest()
         return self.record
@@ -120,8 +118,6 @@ def header(name: str, size: int) -> bytes:
 
 
 class Member(NamedTuple):
-    """A member that was read back."""
-
     name: str
     offset: int
     data: bytes

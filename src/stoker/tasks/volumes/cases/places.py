@@ -96,7 +96,5 @@ def ref_to(path: Place, level: int = 0) -> VolumeRef:
 
 def bytes_of(path: Place, most: int) -> bytes | None:
     """The content of a text file, or None if it has more than `most` bytes; raises OSError or ReadFailure."""
-    if isinstance(path, UrlPath):
-        size = path.parent._listing[1].get(path.name, (0,))[0]
-        return None if size > most else path.read_bytes()
-    return None if path.stat().st_size > most else path.read_bytes()
+    size = path.parent._listing[1].get(path.name, (0,))[0] if isinstance(path, UrlPath) else path.stat().st_size
+    return None if size > most else path.read_bytes()

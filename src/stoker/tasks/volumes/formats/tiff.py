@@ -94,8 +94,7 @@ def _open_stack(source: ByteSource, headers: ByteSource, file: Any, options: Rea
         steps = {b - a for a, b in pairwise(offsets)}
         if len(steps) <= 1 and min(steps, default=1) > 0:
             # Pages at equal distances, with their headers in between: still one array.
-            step = steps.pop() if steps else dtype.itemsize * shape[1] * shape[2]
-            return array_in(source, StoredArray(shape, dtype, offsets[0]), step)
+            return array_in(source, StoredArray(shape, dtype, offsets[0]), steps.pop() if steps else None)
     segments = np.array([[page.dataoffsets, page.databytecounts] for page in pages], np.int64)
     stored = np.array([page.is_contiguous for page in pages])
     # A page holds its file, and that holds all the others, with a Python object for each of their tags. Their offsets
@@ -172,7 +171,7 @@ def _shape_zyx(path: str, shape: tuple[int, ...], axes: str) -> tuple[int, ...]:
     names = "".join(name for name, _ in named)
     if len(named) == 2 and names == "YX":
         return (1, *(size for _, size in named))
-    # ImageJ's writers call the planes of a stack channels unless told otherwise; a few planes may well be colours.
+    # ImageJ's writers call the planes of a stack channels by default; a few planes may well be colours.
     if len(named) == 3 and names.endswith("YX") and (names[0] not in "SC" or named[0][1] > _MOST_CHANNELS):
         return tuple(size for _, size in named)
     colour = " (S and C are colours or channels; store each in its own file)" if set(names) & set("SC") else ""

@@ -25,9 +25,8 @@ from torch.nn import functional
 
 from bench.rounds import keep
 from bench.vram_networks import DilatedFcn, nnunet, planned_patch
-from stoker.plan.allocator import plain_peak, replay
 from stoker.plan.tracing import Trace, trace_step
-from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, trace_vram
+from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, plain_peak, replay, trace_vram
 from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.train.optimizers import build_optimizer

@@ -10,7 +10,6 @@ import pytest
 
 from stoker.config import load_config
 from stoker.config.importing.names import NAMES
-from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, Config, key_names
 from stoker.core.errors import ConfigError
 from tests.conftest import PROJECT
@@ -115,6 +114,12 @@ def test_impossible_pairs_name_both_keys(overrides: list[str], both_keys: tuple[
     assert all(key in problem for key in both_keys)
 
 
+def test_possible_pairs_load() -> None:
+    assert load_config(None).config == Config()
+    # Each repeat goes to another rank, so no batch has to be divisible.
+    assert load_config(None, ["repeated_augmentation=3", "batch_size=256", "devices=8"]).config.devices == 8
+
+
 @pytest.mark.parametrize(("epochs", "warmup"), [(1, 0), (2, 1), (5, 2), (6, 5)])
 def test_fewer_epochs_on_the_command_line_shorten_the_files_warmup_with_a_note(
     yaml_file: Write, epochs: int, warmup: int
@@ -137,21 +142,14 @@ def test_a_file_or_a_command_line_whose_warmup_outlasts_its_epochs_is_refused(ya
     assert "must be at least 1" in problems_of(path, "epochs=0")[0]
 
 
-def test_repeats_need_no_divisible_batch_when_they_go_to_different_ranks() -> None:
-    assert load_config(None, ["repeated_augmentation=3", "batch_size=256", "devices=8"]).config.devices == 8
-
-
-def test_a_threshold_that_cancels_smoothing_is_a_warning() -> None:
-    resolved = load_config(None, ["loss=bce", "bce_target_threshold=0.2", "label_smoothing=0.1"])
-    assert any("cancels label_smoothing" in warning for warning in resolved.warnings)
-
-
 def test_the_recipes_of_the_paper_use_a_threshold_only_where_nothing_is_smoothed() -> None:
     recipes = {name: load_config(PROJECT / f"configs/rsb_{name}.yaml", []) for name in ("a1", "a2", "a3")}
     assert {name: found.config.bce_target_threshold for name, found in recipes.items()} == {
         "a1": None, "a2": 0.2, "a3": 0.2,
     }  # fmt: skip
     assert not any("label_smoothing" in warning for found in recipes.values() for warning in found.warnings)
+    both = load_config(None, ["loss=bce", "bce_target_threshold=0.2", "label_smoothing=0.1"])
+    assert any("cancels label_smoothing" in warning for warning in both.warnings)
 
 
 def _mutations(name: str) -> set[str]:
@@ -164,7 +162,7 @@ def _mutations(name: str) -> set[str]:
 
 def test_every_key_with_one_typo_is_refused_and_the_right_key_suggested() -> None:
     known = {*key_names(), *ALIASES}
-    tried = wrongly_suggested = 0
+    tried = 0
     for name in sorted(known):
         # Every third of them: all would take ten seconds.
         slips = sorted(_mutations(name) - known - NAMES.keys())[::3]
@@ -173,12 +171,8 @@ def test_every_key_with_one_typo_is_refused_and_the_right_key_suggested() -> Non
         for slip, problem in zip(slips, problems_of(None, *(f"{slip}=1" for slip in slips)), strict=True):
             assert slip in problem
             # 'l' or 'r' alone could be any short key; any suggestion or none will do.
-            if not re.search(rf"did you mean .*\b{name}\b.*\?", problem) and len(slip) > 1:
-                wrongly_suggested += 1
-                print(f"{slip} -> {problem} (meant {name})")
-    print(f"{tried - wrongly_suggested} of {tried} slips refused with the right suggestion")
+            assert len(slip) == 1 or re.search(rf"did you mean .*\b{name}\b.*\?", problem), f"{slip} -> {problem}"
     assert tried > 3000
-    assert wrongly_suggested == 0
 
 
 def test_look_alike_letters_are_named() -> None:
@@ -248,9 +242,3 @@ def test_a_base_that_is_missing_or_circular_is_refused(yaml_file: Write) -> None
     yaml_file("base: b.yaml\n", "a.yaml")
     path = yaml_file("base: a.yaml\n", "b.yaml")
     assert "is circular" in problems_of(path)[0]
-
-
-def test_defaults_alone_are_valid() -> None:
-    resolved = load_config(None)
-    assert isinstance(resolved, Resolved)
-    assert resolved.config == Config()

@@ -25,8 +25,8 @@ from stoker.tasks.images.data import open_data, open_loader
 from stoker.tasks.images.image_staging import stage_images
 from stoker.tasks.staging import Staging
 from stoker.tasks.volumes import data as volumes
-from stoker.tasks.volumes import segment
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch
+from stoker.tasks.volumes.volume_staging import stage_volumes
 from stoker.train.ranks import Ranks
 from tests.support.layouts import images_of, write_parquet, write_tars
 from tests.support.proxy import Proxy
@@ -76,7 +76,7 @@ def open_volumes(root: str | Path, *overrides: str) -> Read:
     config, _ = fit_to_machine(load_config(None, ["num_workers=2", *words]).config, read_machine())
     said: list[str] = []
     data = volumes.open_data(config, said.append)
-    staging = segment.open_staging(config, data, Ranks(), said.append)
+    staging = stage_volumes(config, data, Ranks(), said.append)
     reading = data.reading if staging is None else replace(data.reading, copy=staging.place)
     follow = None if staging is None else staging.follow
     plan = volumes.training_plan(config, data)

@@ -75,7 +75,7 @@ def test_an_object_above_the_limit_is_not_read(folder: Path, s3: S3Server) -> No
         assert reason_of(open_store(root, max_object_bytes=1000), "class/a.jpg") == "too large"
 
 
-def test_files_that_only_look_like_images_and_odd_names_are_told_apart(folder: Path) -> None:
+def test_files_that_only_look_like_images_are_named_and_odd_names_are_read(folder: Path) -> None:
     (folder / "folder.jpg").mkdir()
     os.mkfifo(folder / "pipe.jpg")
     (folder / "broken.jpg").symlink_to(folder / "nowhere")

@@ -9,9 +9,9 @@ import pytest
 
 from stoker.config import Config, load_config
 from stoker.core.errors import UserError
-from stoker.plan.allocator import replay
 from stoker.plan.guard import refuse_what_cannot_fit
 from stoker.plan.tracing import trace_forward, trace_step
+from stoker.plan.vram import replay
 from stoker.profile.host import Machine
 from stoker.tasks.demo import write_scrolls
 from stoker.tasks.volumes.planning import traceable_step, volume_facts, volume_findings

@@ -90,18 +90,13 @@ def test_the_parts_of_a_step_are_those_of_the_clock(tmp_path: Path) -> None:
     assert (fetch["name"], decode["name"]) == ("fetch", "decode")
     assert (decode["wall_us"], decode["cpu_us"], decode["runq_us"], decode["blocked_us"]) == (1000, 500, 250, 250)
     assert run["missing"] == []
-
-
-def test_device_work_during_a_wait_is_counted_once(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", epochs=1, lines=1)
+    # Device work during a wait is counted once.
+    folder = write_run(tmp_path / "short", epochs=1, lines=1)
     lines = [json.loads(line) for line in (folder / "clock.jsonl").read_text().splitlines()]
     lines[1] |= {"elapsed_s": 1.0, "wait_s": 0.8, "compute_s": 0.5, "other_s": 0.0}
     write_lines(folder / "clock.jsonl", lines)
     assert read(folder)["parts"] == {"wait": 0.8, "compute": pytest.approx(0.2), "other": 0}
-
-
-def test_a_run_without_a_clock_says_what_is_missing(tmp_path: Path) -> None:
-    run = read(write_run(tmp_path / "run", clock=False))
+    run = read(write_run(tmp_path / "without a clock", clock=False))
     assert (run["parts"], run["timeline"], run["verdict"], run["split"]) == ({}, {}, None, False)
     assert run["epochs"]["images_per_second"] == [pytest.approx(640)] * 3
     assert [text for text in run["missing"] if "clock.jsonl has no steps:" in text]

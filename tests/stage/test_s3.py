@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 
@@ -189,6 +188,7 @@ def test_a_store_that_asks_to_slow_down_gets_fewer_requests_and_a_rate_limit_hol
     ("variables", "url", "name"),
     [
         ({"AWS_SECRET_ACCESS_KEY": "wrong"}, f"s3://{BUCKET}/stage", "credentials-refused"),
+        ({"AWS_SECRET_ACCESS_KEY": None, "AWS_ACCESS_KEY_ID": None}, f"s3://{BUCKET}/stage", "no-credentials"),
         ({}, "s3://no-such-bucket/x", "bucket-missing"),
         ({}, f"s3://{BUCKET}/empty-prefix", "nothing-to-stage"),
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, f"s3://{BUCKET}/stage", "store-unreachable"),
@@ -197,7 +197,7 @@ def test_a_store_that_asks_to_slow_down_gets_fewer_requests_and_a_rate_limit_hol
 )
 def test_a_store_that_cannot_be_read_is_an_error_that_says_what_to_do(
     s3: S3Server,
-    variables: dict[str, str],
+    variables: dict[str, str | None],
     url: str,
     name: str,
     tmp_path: Path,
@@ -205,19 +205,12 @@ def test_a_store_that_cannot_be_read_is_an_error_that_says_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for key, value in variables.items():
-        monkeypatch.setenv(key, value)
+        monkeypatch.delenv(key)
+        if value is not None:
+            monkeypatch.setenv(key, value)
     assert main(["stage", url, str(tmp_path / "copy")]) == 1
     told = capsys.readouterr().err
     assert f"error: {name}" in told
     assert "hint:" in told
     assert "Traceback" not in told
     assert not [path for path in tmp_path.rglob("*") if not path.name.startswith(".stage") and path.name != "copy"]
-
-
-def test_without_credentials_the_error_names_the_variables(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_") and "KEY" in name]:
-        monkeypatch.delenv(name)
-    assert main(["stage", f"s3://{BUCKET}/stage", str(tmp_path / "copy")]) == 1
-    assert "AWS_ACCESS_KEY_ID" in capsys.readouterr().err

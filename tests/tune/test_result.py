@@ -76,17 +76,10 @@ def test_an_engine_that_auto_would_not_choose_is_written_out(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "{num_workers: 1, lr: 0.1}\n",
-        "workers: 1\n",
-        "num_workers:\n  1\n",
-        "base: base.yaml\n",
-        "'num_workers' : 1\n",
-        "",
-        "num_workers: auto\nprefetch_factor: null",
-    ],
+    ["{num_workers: 1, lr: 0.1}\n", "workers: 1\n", "num_workers:\n  1\n", "base: base.yaml\n", "'num_workers' : 1\n",
+     "", "num_workers: auto\nprefetch_factor: null"],
     ids=["braces", "alias", "two lines", "base", "quoted", "empty", "no newline at the end"],
-)
+)  # fmt: skip
 def test_any_file_loads_to_exactly_the_settings(tmp_path: Path, text: str) -> None:
     (tmp_path / "base.yaml").write_text("num_workers: 1\nlr: 0.3\n")
     path = tmp_path / "mine.yaml"

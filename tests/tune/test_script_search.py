@@ -71,9 +71,7 @@ def test_a_batch_doubles_until_memory_is_full_and_the_result_is_what_ran() -> No
     found, ran = tuned(["{batch_size=64}"], rate, wait_share=0.0)
     assert found.best == {"batch_size": 256}
     assert [settings["batch_size"] for settings in ran] == [64, 128, 256, 512]
-
-
-def test_a_batch_that_does_not_fit_is_halved() -> None:
+    # One that does not fit to begin with is halved.
     found, ran = tuned(["{batch_size=64}"], lambda s: "full" if number(s, "batch_size") > 20 else 10.0)
     assert found.best == {"batch_size": 16}
     assert [settings["batch_size"] for settings in ran[:3]] == [64, 32, 16]

@@ -76,7 +76,7 @@ def test_without_a_gpu_none_of_these_apply(tmp_path: Path) -> None:
     assert len(checks) == 6
 
 
-def test_healthy_gpus_pass(host: Callable[..., Subject]) -> None:
+def test_as_many_healthy_gpus_as_the_config_wants_pass(host: Callable[..., Subject]) -> None:
     subject = host(A100, A100, devices=2)
     assert found("gpus", subject).seen == "2 of 2 NVIDIA A100-SXM4-80GB, driver 550.54.15"
     assert found("gpu-link", subject).seen == "16 lanes each"
@@ -84,6 +84,8 @@ def test_healthy_gpus_pass(host: Callable[..., Subject]) -> None:
     assert found("gpu-errors", subject).seen == "no uncorrected memory errors; no serious Xid messages"
     names = ("gpus", "gpu-link", "gpu-clocks", "gpu-errors")
     assert [found(name, subject).status for name in names] == ["passed"] * 4
+    fewer = found("gpus", host(A100, devices=4))
+    assert (fewer.status, fewer.fix) == ("failed", "devices=1")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +108,6 @@ def test_a_gpu_that_is_not_healthy_is_named(
     assert outcome.status == "failed"
     assert words in outcome.seen
     assert outcome.fix
-
-
-def test_fewer_gpus_than_the_config_wants_fail(host: Callable[..., Subject]) -> None:
-    outcome = found("gpus", host(A100, devices=4))
-    assert (outcome.status, outcome.fix) == ("failed", "devices=1")
 
 
 def test_a_serious_xid_in_the_log_fails_and_a_programs_mistake_does_not(host: Callable[..., Subject]) -> None:

@@ -180,9 +180,8 @@ def test_variables_that_slow_threads_down_fail(
     outcome = failure("threads", tiny("devices=2"))
     assert words in outcome.seen
     assert outcome.fix == fix
-
-
-def test_usual_variables_pass(tiny: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in variables:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     passing("threads", tiny())

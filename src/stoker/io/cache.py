@@ -3,7 +3,7 @@
 `stage_to` and `cache_dir` are the same copy (local_copy.py):
 
 - `stage_to` has the files of one source under their own names, and no limit but the disk. Parts of a shard or volume
-  are read from the source until a filler (filling.py) has fetched the whole file.
+  are read from the source until a filler (loader/filling.py) has fetched the whole file.
 - `cache_dir` has whatever was read of any source, each in a folder of its own, up to `cache_size`: parts of a shard and
   rows of a parquet file are files of their own. A full one stays as it is. Each epoch visits every sample once, so a
   cache that holds a third of the data saves a third of the fetches, and one that evicts the oldest entries saves none.

@@ -181,10 +181,10 @@ class ObjectStore:
         with self._listing() as client:
             found = obstore.list_with_delimiter(client)
         folders = sorted(str(prefix).strip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
-        objects = {str(entry["path"]): (entry["size"], entry["e_tag"]) for entry in found["objects"]}
+        objects = sorted((str(entry["path"]), (entry["size"], entry["e_tag"])) for entry in found["objects"])
         return (
             [name for name in folders if not name.startswith(".")],
-            {name: objects[name] for name in sorted(objects) if not name.startswith(".")},
+            {name: facts for name, facts in objects if not name.startswith(".")},
         )
 
     @contextmanager
@@ -434,7 +434,8 @@ def _summary(error: Exception) -> str:
     return redact_text("; ".join(part for part in parts if part))[:300]
 
 
-# Settings of profiles whose keys only AWS's own code can make.
+# obstore does not read the AWS profile files. Keys in a profile are read here; for profiles whose keys only AWS's own
+# code can make (these settings), obstore's provider on boto3 is used if boto3 is installed, and refreshes them.
 _NEEDS_AWS_CODE = ("sso_session", "sso_start_url", "role_arn", "credential_process", "login_session")
 
 

@@ -19,7 +19,6 @@ from stoker.core.errors import StokerError, UsageError
 from stoker.core.files import write_text
 from stoker.io.cache import copied_bytes
 from stoker.loader.loader_memory import STATED
-from stoker.plan.allocator import replay
 from stoker.plan.break_even import ANY_DISK, Room
 from stoker.plan.budget import (
     Hardware,
@@ -36,7 +35,7 @@ from stoker.plan.records import Plan
 from stoker.plan.roofline import step_seconds
 from stoker.plan.timing import CLOUD_THREADS_PER_CORE, SECOND_THREAD_GAIN, cores_worth, read_storage
 from stoker.plan.tracing import CannotTrace, trace_forward, trace_step
-from stoker.plan.vram import VramSearch, outside_bytes, parts_at_peak, usage_under
+from stoker.plan.vram import VramSearch, outside_bytes, parts_at_peak, replay, usage_under
 from stoker.profile.accelerators import measure_cpu
 from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, physical_cores, read_machine, usable_cpus

@@ -427,6 +427,8 @@ def _missing(header: Record, stages: dict[str, StageTime]) -> tuple[str, ...]:
     return tuple(found)
 
 
+# Values of a line, each checked: a file may be damaged, or another version's.
+
 MOST = {"workers": 4096, "prefetch": 4096, "threads_per_worker": 4096, "cpus": 1 << 16, "batch_size": 1 << 24}
 """The most of these that a machine may have. They are simulated one by one: a damaged file must not claim a billion."""
 LONGEST_NAME = 1000

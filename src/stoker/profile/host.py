@@ -1,4 +1,5 @@
-"""The host: the cores, memory and devices that this process may use, and how busy they are during a run."""
+"""The host: the cores, memory and devices that this process may use, how busy they are during a run, and which cores a
+rank runs on."""
 
 from __future__ import annotations
 
@@ -262,6 +263,9 @@ def _read_ticks() -> tuple[int, int] | None:
         return None
     return (idle, total) if total else None
 
+
+# On a host with several sockets, memory and PCIe slots belong to one of them. A batch that is decoded on one and copied
+# from another crosses the link between them, and so does every call to the driver.
 
 SYS = Path("/sys")
 PROC_TASKS = Path("/proc/self/task")

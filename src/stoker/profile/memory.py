@@ -1,4 +1,4 @@
-"""Memory: what a process and its children hold, and how much is left before the kernel kills one."""
+"""Memory: what a process and its children hold, how fast that grows, and what is left before the kernel kills one."""
 
 from __future__ import annotations
 
@@ -152,6 +152,8 @@ def read_counters(path: Path) -> dict[str, int]:
                 found[words[0].rstrip(":")] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
     return found
 
+
+# How fast the memory of a process grows, from readings taken now and then.
 
 WARM_UP = 1 / 3
 """Share of the time that is left out: imports, first batches, allocators and caches that fill."""

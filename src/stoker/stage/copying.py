@@ -1,5 +1,5 @@
 """Copies a source into a local copy: which files, what of them is missing, whether there is room, whether it pays off,
-and the copying itself."""
+the copying itself, and `--verify`."""
 
 from __future__ import annotations
 
@@ -270,6 +270,8 @@ def write_config_of_copy(file: Path, config: Config, overrides: list[str], folde
     write_text(target, "\n".join(lines) + "\n")
     return target
 
+
+# `--verify`: reads a whole copy again and compares every file with its hash in the manifest.
 
 _THREADS = 8
 _PIECE = 4 << 20

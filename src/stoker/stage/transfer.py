@@ -369,6 +369,8 @@ def target_failed(folder: str, error: OSError) -> UserError:
     )
 
 
+# How many requests are in flight: found while running, because nobody knows it beforehand.
+
 FEWEST = 4
 START = 32
 MOST = 512

@@ -13,9 +13,8 @@ from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, OpenCopy
-from stoker.io.filling import Filler, WantedFile
 from stoker.io.stores import ReadFailure, SourceStore, is_url
-from stoker.loader.fill_order import Files, Share, SplitFiles
+from stoker.loader.filling import Files, Filler, Share, SplitFiles, WantedFile
 from stoker.tasks.images.layouts.splits import list_entries
 from stoker.train.ranks import Ranks
 

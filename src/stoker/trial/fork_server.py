@@ -218,6 +218,8 @@ def _live(job: dict[str, Any], channel: socket.socket, server: Parent, other: so
         os._exit(code)
 
 
+# Limits: what exceeds them is ended, with everything below it.
+
 LEAST_PATIENCE_S = 300.0
 """For the first trial: a step of a large model on a CPU takes a minute, a start from a slow disk another."""
 RESERVE = 0.05

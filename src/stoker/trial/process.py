@@ -255,6 +255,8 @@ def _copies_of(batches: Iterator[Any]) -> list[Any]:
     return kept
 
 
+# When a trial is over, and how fast it was.
+
 WARM_UP_STEPS = 3
 """The first steps include allocation, the choice of kernels and an empty pipeline."""
 PARTS = 6

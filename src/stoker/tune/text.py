@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,8 @@ def running_text(number: int, change: Settings, role: str) -> str:
 
 
 def step_text(step: Step, unit: str) -> str:
-    rate = _rate(step.measured)
+    rates = [rate for run in step.measured if (rate := run.raw_samples_per_second) is not None]
+    rate = sum(rates) / len(rates) if rates else None
     speed = "" if rate is None else f"{rate_text(rate, unit)}, "
     what = "the original" if step.decision == "baseline" else settings_text(step.change)
     if step.decision in ("confirmed", "not confirmed"):
@@ -144,11 +144,6 @@ def _value(name: str, value: Any) -> str:
     if name in SIZES and isinstance(value, int):
         return size_text(value)
     return write_scalar(value)
-
-
-def _rate(runs: Sequence[Measured]) -> float | None:
-    rates = [rate for run in runs if (rate := run.raw_samples_per_second) is not None]
-    return sum(rates) / len(rates) if rates else None
 
 
 class Live(Listener):

@@ -53,17 +53,14 @@ def test_tar_lists_it_without_complaint(shard: tuple[Path, ShardRecord]) -> None
     assert listed.stdout.splitlines()[-1] == "000000103.cls"
 
 
-def test_offsets_are_those_of_the_images_own_bytes(shard: tuple[Path, ShardRecord]) -> None:
+def test_offsets_and_sizes_are_those_of_the_images_own_bytes(shard: tuple[Path, ShardRecord]) -> None:
     path, record = shard
     content = path.read_bytes()
     for offset, size, data in zip(record.offsets, record.sizes, IMAGES, strict=True):
         assert content[offset : offset + size] == data
-
-
-def test_sizes_are_known_before_anything_is_written(shard: tuple[Path, ShardRecord]) -> None:
-    path, record = shard
-    assert path.stat().st_size == record.bytes == sum(sample_footprint(len(data)) for data in IMAGES) + 1024
-    assert record.xxh3 == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    # Known before anything is written.
+    assert len(content) == record.bytes == sum(sample_footprint(len(data)) for data in IMAGES) + 1024
+    assert record.xxh3 == xxhash.xxh3_128_hexdigest(content)
 
 
 def test_a_header_is_what_tarfile_would_make_of_it() -> None:
@@ -82,12 +79,12 @@ def test_every_changed_byte_is_detected(shard: tuple[Path, ShardRecord]) -> None
             verify_shard(path, record)
 
 
-@pytest.mark.parametrize("length", [0, 100, 512, 1024, 3000])
-def test_every_truncation_is_detected(shard: tuple[Path, ShardRecord], length: int) -> None:
+def test_every_truncation_is_detected(shard: tuple[Path, ShardRecord]) -> None:
     path, record = shard
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ShardDamaged):
-        verify_shard(path, record)
+    for length in (3000, 1024, 512, 100, 0):
+        path.write_bytes(path.read_bytes()[:length])
+        with pytest.raises(ShardDamaged):
+            verify_shard(path, record)
 
 
 def test_samples_missing_from_the_record_are_detected(shard: tuple[Path, ShardRecord]) -> None:
@@ -109,9 +106,9 @@ def test_a_record_survives_its_file(shard: tuple[Path, ShardRecord], tmp_path: P
     assert read_record(tmp_path / "record.json") == shard[1]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 99, "name": "x"}', '{"format": 1, "colour": 3}'])
-def test_a_record_that_cannot_be_used_counts_as_none(tmp_path: Path, text: str) -> None:
+def test_a_record_that_cannot_be_used_counts_as_none(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     assert read_record(path) is None
-    path.write_text(text)
-    assert read_record(path) is None
+    for text in ("", "{", "[]", "{}", '{"format": 99, "name": "x"}', '{"format": 1, "colour": 3}'):
+        path.write_text(text)
+        assert read_record(path) is None

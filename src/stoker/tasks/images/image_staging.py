@@ -16,11 +16,10 @@ from stoker.core.errors import UserError, did_you_mean
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, FileVersion
-from stoker.io.filling import WantedFile
 from stoker.io.local_copy import keep_subset
 from stoker.io.prefetch import FIRST_ESTIMATE_BYTES
 from stoker.io.stores import ReadFailure, SourceStore, is_url, open_store
-from stoker.loader.fill_order import Indices, pieces
+from stoker.loader.filling import Indices, WantedFile, pieces
 from stoker.loader.loader import DEFAULT_PREFETCH
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import Selection

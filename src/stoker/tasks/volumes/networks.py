@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from stoker.config import Config
 from stoker.core.console import silent_libraries
 from stoker.core.errors import UserError, did_you_mean
 from stoker.tasks.volumes import unets
@@ -103,6 +104,15 @@ def _cropped(outputs: list[Tensor], size: Sequence[int]) -> list[Tensor]:
         z, y, x = (edge // step for edge, step in zip(size, steps, strict=True))
         kept.append(output[..., :z, :y, :x])
     return kept
+
+
+def network_of(config: Config, channels: int, classes: int, patch: Shape) -> VolumeModel:
+    """The network that a config asks for."""
+    return build_volume_model(
+        config.model, channels=channels, classes=classes, patch=patch, deep_supervision=config.deep_supervision,
+        gradient_checkpointing=config.gradient_checkpointing, indivisible=config.indivisible_patch,
+        channels_last=config.channels_last, dropout=config.dropout, seed=config.seed,
+    )  # fmt: skip
 
 
 def build_volume_model(

@@ -7,11 +7,11 @@ import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from stoker.config import Config
 from stoker.core.console import Advance, format_table
@@ -26,7 +26,7 @@ from stoker.tasks.volumes.data import label_rules, list_cases, reading_options, 
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import Shape, as_shape, sizes_text
 from stoker.tasks.volumes.losses import build_volume_loss
-from stoker.tasks.volumes.networks import build_volume_model, divisor_of, fitting_patches
+from stoker.tasks.volumes.networks import divisor_of, fitting_patches, network_of
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import RowLayout
 from stoker.tasks.volumes.patches.patches import draw_transforms
@@ -115,21 +115,14 @@ def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep
     """
     patch = patch_of(config)
 
-    def build() -> nn.Module:
-        # While a step is traced, the default device is meta: nothing is allocated.
-        return build_volume_model(
-            config.model, channels=channels, classes=classes, patch=patch, deep_supervision=config.deep_supervision,
-            gradient_checkpointing=config.gradient_checkpointing, indivisible=config.indivisible_patch,
-            channels_last=config.channels_last, dropout=config.dropout, seed=config.seed,
-        )  # fmt: skip
-
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
     # Which label is ignored does not change what is computed.
     loss = build_volume_loss(config.volume_loss, classes, ignore=classes)
     # A plan is for a GPU, wherever it is made.
     dtype = compute_dtype(config.precision)
     return building.traceable_step(
-        config, build, loss,
+        # While a step is traced, the default device is meta: nothing is allocated.
+        config, partial(network_of, config, channels, classes, patch), loss,
         plain_batch((channels, *patch), target=patch, dtype=dtype, memory_format=memory_format_of(config)),
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, channels, classes),
     )  # fmt: skip

@@ -30,19 +30,16 @@ from stoker.tasks.building import (
     train_step,
 )
 from stoker.tasks.device_copies import Copy
-from stoker.tasks.staging import Staging
 from stoker.tasks.volumes.augment import VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import PatchLoader, VolumeData, open_loader, training_plan, validation_plan
 from stoker.tasks.volumes.losses import build_volume_loss
-from stoker.tasks.volumes.networks import build_volume_model
+from stoker.tasks.volumes.networks import build_volume_model, network_of
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.scores.counts import VolumeCounts
-from stoker.tasks.volumes.volume_staging import stage_volumes
 from stoker.train.checkpoint.restore import open_state
 from stoker.train.evaluate import Remark
 from stoker.train.loop import Run, RunRecord
-from stoker.train.ranks import Ranks
 from stoker.train.step import Prepared
 
 
@@ -82,21 +79,11 @@ def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
     )  # fmt: skip
 
 
-def open_staging(config: HostConfig, data: VolumeData, ranks: Ranks, say: Say) -> Staging | None:
-    """The local copy that training fills, if the config names one."""
-    return stage_volumes(config, training_plan(config, data, ranks), validation_plan(config, data, ranks), ranks, say)
-
-
 def build_network(config: Config, data: VolumeData, context: RunContext) -> nn.Module:
     """The network that the config describes, on its device."""
     assert config.patch_size is not None, "the config was checked"
-    model: nn.Module = build_volume_model(
-        config.model, channels=data.channels, classes=data.rules.classes, patch=config.patch_size,
-        deep_supervision=config.deep_supervision, gradient_checkpointing=config.gradient_checkpointing,
-        indivisible=config.indivisible_patch, channels_last=config.channels_last, dropout=config.dropout,
-        seed=config.seed,
-    )  # fmt: skip
-    model = ready_model(config, model, context)
+    network = network_of(config, data.channels, data.rules.classes, config.patch_size)
+    model = ready_model(config, network, context)
     for weight in model.parameters():
         if weight.ndim == 5 and weight.shape[2:].numel() == 1:
             # The strides of axes of length one mean nothing, but DistributedDataParallel compares them with those of

@@ -48,7 +48,7 @@ class Segment3d(Task):
 
     open_data = at(f"{_HERE}.data:open_data")
     listings = at(f"{_HERE}.data:listings")
-    open_staging = at(f"{_HERE}.segment:open_staging")
+    open_staging = at(f"{_HERE}.volume_staging:stage_volumes")
     needed_files = at(f"{_HERE}.volume_staging:needed_files")
     root_in_copy = at(f"{_HERE}.volume_staging:root_in_copy")
 

@@ -12,14 +12,14 @@ from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, FileVersion
-from stoker.io.filling import WantedFile
 from stoker.io.stores import is_url, open_store
-from stoker.loader.fill_order import Indices
+from stoker.loader.filling import Indices, WantedFile
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import Selection, refuse_classes
 from stoker.tasks.images.layouts.splits import split_place
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
 from stoker.tasks.volumes.cases.cases import open_cases
+from stoker.tasks.volumes.data import VolumeData, training_plan, validation_plan
 from stoker.tasks.volumes.formats.opening import local_path, suffix_of
 from stoker.tasks.volumes.patches.patch_collate import PatchPlan
 from stoker.train.ranks import Ranks
@@ -28,13 +28,12 @@ LISTS = (".yaml", ".yml")
 _NOT_TRAINED_ON = ("test_images/", "imagesTs/")
 
 
-def stage_volumes(
-    config: HostConfig, train: PatchPlan, val: PatchPlan | None, ranks: Ranks, say: Say
-) -> Staging | None:
+def stage_volumes(config: HostConfig, data: VolumeData, ranks: Ranks, say: Say) -> Staging | None:
     """Opens the copy of `stage_to` for volumes in files: those of a list, a pack, or another layout; None without that
     key. Raises UserError for arrays that can only be staged before training."""
     if config.stage_to is None:
         return None
+    train, val = training_plan(config, data, ranks), validation_plan(config, data, ranks)
     root = split_place(config.data_root or "", "")
     listed = root.lower().endswith(LISTS)
     root = root.rpartition("/")[0] if listed else root
@@ -102,9 +101,8 @@ class VolumeFiles:
     """A split of volumes: the images and labels of its cases."""
 
     def __init__(self, plan: PatchPlan, place: CopyPlace) -> None:
-        self._patches, self.steps = plan.patches, plan.steps
+        self._patches, self.steps, self.positions = plan.patches, plan.steps, plan.steps.samples
         self._cases = [[_wanted(ref.location, place) for ref in case.refs] for case in plan.cases]
-        self.positions = self.steps.samples
 
     def __len__(self) -> int:
         return self.positions

@@ -1,7 +1,7 @@
 """`stoker pack` for volumes: the cases of a config, in the layout that suits this machine, made by several processes;
 the same bytes for any number of them, in any order.
 
-Which layout is read fastest, a short trial on the user's own volumes tells: written in every layout, read in patches.
+A short trial finds the layout that is read fastest: one of the volumes is written in every layout, and read in patches.
 What counts depends on the machine. Where the whole pack fits into memory, every epoch but the first reads from there;
 where it does not, most patches come from the disk.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.io.cache import CopyPlace, FileVersion
-from stoker.loader.fill_order import Files, Share
+from stoker.loader.filling import Files, Share
 from stoker.tasks.images.data import choose_decoding, open_samples, training_plan, validation_plan
 from stoker.tasks.images.image_staging import ImageFiles
 from stoker.train.ranks import Ranks

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,6 @@ from stoker.tasks.images.data import ALONE, choose_decoding, open_data, open_loa
 from stoker.tasks.images.image_loader import ImageBatch, ImageLoader
 from tests.support.recording_cudart import RecordingCudart
 from tests.support.tiny_training import write_images
-from tests.support.waiting import DEADLINE_S
 
 SIZE = 10_000
 SLOTS = 5
@@ -196,37 +193,6 @@ def test_progressive_resizing_unregisters_the_old_loader_and_repeats_no_line(
         pipeline.train_loader(epoch)
     pipeline.close()
     assert len(said) == 1
-
-
-INTERRUPTED = """
-import atexit, sys
-# Before anything else, so that it is called last.
-atexit.register(lambda: print(recorder.calls, recorder.unregistered, recorder.faults, flush=True))
-from pathlib import Path
-import torch
-from tests.loader.test_page_lock import open_training
-from tests.support.recording_cudart import RecordingCudart
-
-recorder = RecordingCudart()
-if __name__ == "__main__":
-    torch.cuda.cudart = lambda: recorder
-    loader = open_training(Path(sys.argv[1]), [])
-    held = next(loader.epoch(0))
-    raise KeyboardInterrupt
-"""
-
-
-@pytest.mark.release
-def test_an_interrupted_process_unregisters_what_it_registered(data: Path, tmp_path: Path) -> None:
-    script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED)
-    done = subprocess.run(
-        [sys.executable, script, data],
-        capture_output=True, text=True, timeout=DEADLINE_S,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/bin"},
-    )  # fmt: skip
-    assert "KeyboardInterrupt" in done.stderr
-    assert done.stdout == "6 6 []\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.version.cuda is None, reason="needs CUDA's runtime and no GPU")

@@ -118,9 +118,9 @@ def test_memory_falls_and_rises_with_the_limit(images: Path, engine: Engine) -> 
         assert after(4, filled=True) - few > many - 3 * loader.batch_bytes
 
 
-@pytest.mark.parametrize("held", [1, 4])
-def test_a_consumer_that_accumulates_gets_every_batch_in_a_slot(images: Path, held: int) -> None:
+def test_a_consumer_that_accumulates_gets_every_batch_in_a_slot(images: Path) -> None:
     """In groups, as the batches of an update are taken, and in a window that slides, as copies in flight are held."""
+    held = 4
     with opened(images, "process", size=16, batch=4, steps=40, held=held) as loader:
         addresses = {tensor.data_ptr() for tensor in loader._engine._slots.tensors}  # type: ignore[union-attr]
         assert len(addresses) == WORKERS * PREFETCH + 1 + held

@@ -153,14 +153,6 @@ def test_a_different_world_size_resumes_where_one_stopped() -> None:
     assert sorted(seen) == list(range(5003))
 
 
-@pytest.mark.parametrize("samples", [2, 7, 211, 5003])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_validation_counts_each_sample_once(samples: int, world: int) -> None:
-    """Prime sizes, which no batch size or world size divides: ranks may have fewer samples, or none, at the end."""
-    contents = drawn(EpochSampler(samples, shuffle=False), ranks(samples, 16, world, drop_last=False))
-    assert sorted(sample for content in contents for sample, _ in content) == list(range(samples))
-
-
 @pytest.mark.parametrize("repeats", [2, 3])
 def test_repeats_are_adjacent_and_keep_the_length_of_the_epoch(repeats: int) -> None:
     samples = 240

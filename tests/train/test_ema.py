@@ -63,6 +63,8 @@ def test_with_warmup_the_random_start_leaves_no_trace() -> None:
     assert same(bits(model), dict(average.tensors))
     assert average.decay_at(10_000) == pytest.approx(0.999, abs=1e-5)
     assert average.decay_at(10**6) == 0.9999
+    every = WeightAverage(model, 0.9999, every=3, steps_per_epoch=7)
+    assert [every.decay_at(step) for step in (0, 3, 6, 7, 10)] == [0, 1 / 11, 2 / 12, 3 / 13, 4 / 14], "updates count"
 
 
 def test_the_model_holds_the_average_inside_the_block_only() -> None:
@@ -158,11 +160,6 @@ def test_an_average_of_every_third_step_resumes_between_two() -> None:
             resumed.update()
     assert resumed is not None
     assert same(dict(whole.tensors), dict(resumed.tensors))
-
-
-def test_a_ramp_counts_updates_and_not_steps() -> None:
-    average = WeightAverage(small_model(), 0.9999, every=3, steps_per_epoch=7)
-    assert [average.decay_at(step) for step in (0, 3, 6, 7, 10)] == [0, 1 / 11, 2 / 12, 3 / 13, 4 / 14]
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -97,20 +97,16 @@ class Quarantine:
                 os.close(descriptor)
         judged = max(min(self._seen, self._samples), min(self._samples, FEWEST_JUDGED))
         if len(self._bad) > self._max_bad_fraction * judged:
-            raise self._too_many(judged)
-
-    def _too_many(self, judged: int) -> TooManyBad:
-        listed = [f"{sample.name}: {sample.reason}" for sample in self.bad[:SHOWN]]
-        more = len(self._bad) - len(listed)
-        if more > 0:
-            listed.append(f"and {more} more" + (f", all in {self._file}" if self._file else ""))
-        return TooManyBad(
-            "too-many-bad-samples",
-            f"{len(self._bad)} of {judged} samples cannot be read; "
-            f"max_bad_fraction allows {self._max_bad_fraction:g}\n" + "\n".join(listed),
-            why="each one is replaced by another sample, so the run would train on different data than you expect",
-            hint="repair these files, or raise max_bad_fraction to train without them",
-        )
+            listed = [f"{sample.name}: {sample.reason}" for sample in self.bad[:SHOWN]]
+            if (more := len(self._bad) - len(listed)) > 0:
+                listed.append(f"and {more} more" + (f", all in {self._file}" if self._file else ""))
+            raise TooManyBad(
+                "too-many-bad-samples",
+                f"{len(self._bad)} of {judged} samples cannot be read; "
+                f"max_bad_fraction allows {self._max_bad_fraction:g}\n" + "\n".join(listed),
+                why="each one is replaced by another sample, so the run would train on different data than you expect",
+                hint="repair these files, or raise max_bad_fraction to train without them",
+            )
 
 
 Allocate = Callable[[tuple[int, ...]], NDArray[np.uint8]]

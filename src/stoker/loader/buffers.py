@@ -182,7 +182,8 @@ class SharedSlots:
     def __init__(self, count: int, shape: tuple[int, ...], *, page_lock: PageLock | None = None) -> None:
         self._size = int(np.prod(shape))
         try:
-            self.tensors = [_shared(self._size).view(shape) for _ in range(count)]
+            fresh = (torch.empty(self._size, dtype=torch.uint8) for _ in range(count))
+            self.tensors: list[torch.Tensor] = [one.share_memory_().view(shape) for one in fresh]  # type: ignore[no-untyped-call]
         except (RuntimeError, OSError) as error:
             raise no_shared_memory(count * self._size, error) from error
         self._arrays: list[NDArray[np.uint8]] = [tensor.numpy() for tensor in self.tensors]
@@ -265,8 +266,3 @@ def no_shared_memory(size: int, error: Exception) -> UserError:
         why="worker processes hand their batches over in shared memory",
         hint="loader=thread, or a lower prefetch_factor=; a container gets more by --shm-size",
     )
-
-
-def _shared(size: int) -> torch.Tensor:
-    tensor: torch.Tensor = torch.empty(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-    return tensor

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Generic, Literal
 
@@ -175,7 +176,7 @@ def measure_loader(open_loader: Callable[[], BatchLoader[Any]], workers: int, se
     link = LinkBalance()
     try:
         skip = WARM_UP_BATCHES + max(1, workers)
-        for number, batch in enumerate(_endless(loader), 1):
+        for number, batch in enumerate(chain.from_iterable(map(loader.epoch, count())), 1):
             now = time.perf_counter()
             link.take(batch.cost)
             if number == 1:
@@ -226,10 +227,3 @@ class LinkBalance:
             return 1.0
         stored = sum(self._ready.values()) - sum(self._at_first.values())
         return min(1.0, max(LEAST_CAME, 1 + stored / self._consumed))
-
-
-def _endless(loader: BatchLoader[Any]) -> Iterator[Any]:
-    epoch = 0
-    while True:
-        yield from loader.epoch(epoch)
-        epoch += 1

@@ -129,8 +129,10 @@ def possible_changes(
 ) -> Iterator[LoaderChange]:
     """Changes that may help, the most likely first; none that needs more memory than there is."""
     if seen.wait_share >= WAITS_FROM:
-        for change in _more(seen, setup, room):
-            if change.knob not in room.fixed and not room.is_limited and _fits(change, setup, room):
+        for change in _more(seen, setup, room) if not room.is_limited else ():
+            needed = needed_bytes(change, setup, room)
+            fits = needed <= 0 or (room.spare_bytes is not None and needed <= room.spare_bytes)
+            if fits and change.knob not in room.fixed:
                 yield change
     elif setup.workers > 1 and "workers" not in room.fixed:
         fewer = setup.workers - 1
@@ -210,11 +212,6 @@ def _more(seen: Look, setup: LoaderSetup, room: MemoryRoom) -> Iterator[LoaderCh
     if after > setup.workers:
         kind = "blocked" if blocks else "busy"
         yield LoaderChange("workers", setup.workers, after, f"{waited}, and the workers were {kind}")
-
-
-def _fits(change: LoaderChange, setup: LoaderSetup, room: MemoryRoom) -> bool:
-    needed = needed_bytes(change, setup, room)
-    return needed <= 0 or (room.spare_bytes is not None and needed <= room.spare_bytes)
 
 
 def _error(looks: Sequence[Look]) -> float:

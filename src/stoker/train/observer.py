@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stoker.config import Config
 from stoker.io.stores import is_url
 from stoker.loader.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.profile.clock_file import ClockFile, clock_header
@@ -47,10 +46,9 @@ class Observer:
         """Called before a checkpoint is written, in the writer's thread: what it relies on must be on the disk."""
 
 
-def loader_shape(
-    config: Config, samples: int, workers: int, world: int = 1, *, releases_gil: bool = False
-) -> LoaderShape:
+def loader_shape(config: HostConfig, samples: int, world: int = 1, *, releases_gil: bool = False) -> LoaderShape:
     """How one rank's training loader is set up; `samples` counts those of all ranks."""
+    workers = config.num_workers
     engine = choose_engine(config.loader, workers, volumes=releases_gil)
     processes = engine == "process" and workers > 0
     start = "forkserver" if config.worker_start == "auto" else config.worker_start
@@ -80,13 +78,16 @@ def run_header(
 ) -> dict[str, Any]:
     """The first line of a run's clock file: how its loader, device and storage are set up; `samples` are those of an
     epoch. The last two are what the task says about its loader."""
+    accelerator = None
+    if run.device.type == "cuda":
+        accelerator = AcceleratorFacts(name=torch.cuda.get_device_name(run.device), count=torch.cuda.device_count())
     return clock_header(
-        loader_shape(config, samples, config.num_workers, run.ranks.world, releases_gil=releases_gil),
+        loader_shape(config, samples, run.ranks.world, releases_gil=releases_gil),
         cpus=cpus,
         world=run.ranks.world,
         torch_version=torch.__version__,
         device=run.device.type,
-        accelerator=_accelerator_facts(run.device),
+        accelerator=accelerator,
         storage=storage,
         convolves_3d=any(isinstance(module, nn.Conv3d) for module in run.model.modules()),
         may_grow_bytes=_may_grow_bytes(config, kept_bytes),
@@ -99,12 +100,6 @@ def _may_grow_bytes(config: HostConfig, kept: int) -> int:
     if config.data_root is None or not is_url(config.data_root):
         return kept
     return kept + config.lookahead * (1 + (config.num_workers if config.loader == "process" else 0))
-
-
-def _accelerator_facts(device: torch.device) -> AcceleratorFacts | None:
-    if device.type != "cuda":
-        return None
-    return AcceleratorFacts(name=torch.cuda.get_device_name(device), count=torch.cuda.device_count())
 
 
 class RunObserver(Observer):

@@ -131,7 +131,7 @@ def _feed_at_pace(
     finally:
         loader.close()
     header = clock_header(
-        loader_shape(config, data.samples, config.num_workers, releases_gil=task.releases_gil),
+        loader_shape(config, data.samples, releases_gil=task.releases_gil),
         cpus=job["cpus"], world=1,
         torch_version=torch.__version__, device="paced", storage=data.storage(), convolves_3d=task.convolves_3d,
     )  # fmt: skip

@@ -45,7 +45,6 @@ ATTACKS: dict[str, Callable[[str], bytes]] = {
         b"\x80\x04" + text("posix") + text("mkdir") + b"\x93" + text(t) + b"\x85R."
     ),
     "a dotted name": lambda t: b"\x80\x04" + text("os") + text("path.os.mkdir") + b"\x93" + text(t) + b"\x85R.",
-    "eval": lambda t: b"\x80\x02cbuiltins\neval\n" + text(f"__import__('os').mkdir({t!r})") + b"\x85R.",
     "instance by name": lambda t: b"(S" + repr(t).encode() + b"\niposix\nmkdir\n.",
     "instance from the stack": lambda t: b"(cposix\nmkdir\n" + text(t) + b"o.",
     "a new object": lambda t: b"\x80\x02csubprocess\nPopen\n(" + text("mkdir") + text(t) + b"l\x85R.",

@@ -139,8 +139,7 @@ def own_checkpoint(checkpoints: Checkpoints, start: Start) -> FoundCheckpoint | 
     if found is None:
         return None
     _refuse_other_run(checkpoints.folder, found.state.get("branched_from"), start)
-    note = f"this run already began from {start.path}, and resumes where it stopped; --fresh begins from it again"
-    return found._replace(notes=(*found.notes, note))
+    return found.begun_from(start.path)
 
 
 def begin(run: Run, start: Start, say: Say) -> Run:

@@ -64,6 +64,11 @@ class FoundCheckpoint(NamedTuple):
     notes: tuple[str, ...] = ()
     """What was wrong with newer checkpoints, and other things the user should know."""
 
+    def begun_from(self, path: Path) -> FoundCheckpoint:
+        """The same, with a note for a command that asks to begin from a file, and has already done so."""
+        note = f"this run already began from {path}, and resumes where it stopped; --fresh begins from it again"
+        return self._replace(notes=(*self.notes, note))
+
 
 class Checkpoints:
     """Saves to, and resumes from, one folder; only one process may save at a time (the run's lease ensures it)."""

@@ -225,7 +225,6 @@ class CheckpointCorrupt(UserError):
             if others
             else "copy it again from where it came; run_name=NAME for a new run beside it; --fresh, which keeps it",
         )
-        self.path = path
 
 
 class CheckpointForeign(UserError):
@@ -238,7 +237,6 @@ class CheckpointForeign(UserError):
             why="only a checkpoint of stoker holds what a run needs to resume; the file was left as it is",
             hint=f"stoker train CONFIG --from {path} starts a new run with its weights; so does weights={path}",
         )
-        self.path = path
 
 
 def write_checkpoint(

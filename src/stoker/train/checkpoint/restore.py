@@ -69,8 +69,7 @@ def load_for_resume(checkpoints: Checkpoints, explicit: Path | None) -> FoundChe
     with suppress(UserError):
         latest = checkpoints.latest()
         if latest is not None and latest.state["progress"].get("origin") == origin:
-            note = f"this run already began from {explicit}, and resumes where it stopped; --fresh begins from it again"
-            return latest._replace(notes=(*latest.notes, note))
+            return latest.begun_from(explicit)
     state = read_checkpoint(explicit)
     lacking = [part for part in ("model", "optimizer", "progress", "horizon", "config") if part not in state]
     if lacking:

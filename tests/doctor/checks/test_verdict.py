@@ -17,6 +17,7 @@ from stoker.profile.observed import (
     BatchTime,
     HostFacts,
     LoaderShape,
+    LoopRates,
     LoopTimes,
     Observed,
     SlowSample,

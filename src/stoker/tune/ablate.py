@@ -23,9 +23,9 @@ from stoker.profile.host import HostConfig
 from stoker.tasks.base import task_for
 from stoker.tune.config_search import TuneOptions, open_config
 from stoker.tune.journal import open_journal
-from stoker.tune.records import Measured, Settings, Value
+from stoker.tune.records import Measured, Settings, Value, mean_rate
 from stoker.tune.text import rate_text, settings_text
-from stoker.tune.trials import FLOOR, Trials
+from stoker.tune.trials import FLOOR, Objective, Trials
 
 NAME = "ablate.jsonl"
 ROUNDS = 2
@@ -33,8 +33,6 @@ LEAST_LOOKAHEAD = 1_000_000
 """The smallest that the config accepts, in bytes."""
 PIXELS = "changes pixels slightly"
 OTHER_TRAINING = "another training"
-KNOWN_RESULTS = ("measured", "different-training")
-"""Results that have a speed: switching something off here may change the training."""
 TOGETHER = "all of these together"
 
 
@@ -109,8 +107,9 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
     same = {"config": config_values(config), "options": [options.pace, options.trial_s, options.ram_bytes]}
     journal = open_journal(path.with_name(NAME), facts, same, opened.machine, fresh=options.fresh)
     trials = Trials(
-        opened.trier, speed_of, journal, live, budget_s=options.budget_s, trial_s=options.trial_s, same_training=False
-    )
+        opened.trier, Objective().score, journal, live, budget_s=options.budget_s, trial_s=options.trial_s,
+        same_training=False,
+    )  # fmt: skip
     try:
         found = ablate(trials, config, sources, lambda row: say("  ".join(cell for cell in _cells(row) if cell)))
         journal.note("end", stopped=f"{count(found.rounds, 'round')}", before=found.rate, trials=found.trials)
@@ -176,7 +175,7 @@ def ablate(
 ) -> Ablation:
     """The contribution of each optimisation; the second round is left out if the first took half of the budget.
 
-    `trials` score with `speed_of`. `told` is called with the findings about an optimisation so far.
+    `told` is called with the findings about an optimisation so far.
     """
     switched = [source for source in sources if source.without]
     same = [source for source in switched if source.note != OTHER_TRAINING]
@@ -192,7 +191,7 @@ def ablate(
     rounds = 0
     while rounds < ROUNDS and (rounds == 0 or trials.spent_s < trials.budget_s / 2):
         whole.append(trials.run(full, {}, "whole"))
-        if whole[-1].result not in KNOWN_RESULTS:
+        if whole[-1].result != "measured":
             raise UserError(
                 "config-does-not-run", f"the config as given was not measured: {whole[-1].result}",
                 why=whole[-1].detail or "every other trial is compared with it",
@@ -210,8 +209,7 @@ def ablate(
     for source in sources:
         if not source.without:
             trials.journal.note("source", **rows[source.label].as_dict())
-    rates = [rate for run in whole if (rate := speed_of(run))]
-    return Ablation(sum(rates) / len(rates) if rates else None, tuple(rows.values()), rounds, trials.count)
+    return Ablation(mean_rate(whole), tuple(rows.values()), rounds, trials.count)
 
 
 def _contribution(
@@ -219,14 +217,9 @@ def _contribution(
 ) -> Contribution:
     found = trials.compare(beside, off)
     if found is None:
-        failed = next((run.result for run in off if run.result not in KNOWN_RESULTS), "")
+        failed = next((run.result for run in off if run.result != "measured"), "")
         return Contribution(source, failure=failed)
     return Contribution(source, found.ratio, math.expm1(found.noise))
-
-
-def speed_of(measured: Measured) -> float | None:
-    """Includes results of another training, which do not count in a search."""
-    return measured.raw_samples_per_second if measured.result in KNOWN_RESULTS else None
 
 
 def ablation_text(ablation: Ablation, unit: str) -> str:

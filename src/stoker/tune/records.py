@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -65,6 +66,12 @@ class Measured:
     @property
     def failure(self) -> str:
         return FAILURES[self.result] + (f": {self.detail}" if self.detail else "")
+
+
+def mean_rate(runs: Sequence[Measured]) -> float | None:
+    """Samples per second of the runs whose speed counts."""
+    rates = [rate for run in runs if (rate := run.samples_per_second) is not None]
+    return statistics.fmean(rates) if rates else None
 
 
 FAILURES = {
@@ -164,9 +171,8 @@ class State:
 
     @property
     def share_of_ceiling(self) -> float | None:
-        good = [run.samples_per_second for run in self.runs.get(key_of(self.best), ())]
-        rates = [rate for rate in good if rate is not None]
-        return sum(rates) / len(rates) / self.ceiling if rates and self.ceiling else None
+        rate = mean_rate(self.runs.get(key_of(self.best), ()))
+        return rate / self.ceiling if rate is not None and self.ceiling else None
 
     @property
     def is_at_ceiling(self) -> bool:
@@ -184,10 +190,10 @@ towards the budget."""
 class Listener:
     """Notified of a search's progress; this one ignores everything. Must not raise."""
 
-    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:
+    def trial_begins(self, number: int, change: Settings, role: str) -> None:
         """A run begins; `role` is baseline, candidate, best, confirmation or whole."""
 
-    def trial_ends(self, number: int, measured: Measured) -> None: ...
+    def trial_ends(self) -> None: ...
 
     def lengthened(self, seconds: float, spread: float) -> None:
         """Trials take this long from now on, because repeated runs differ by this standard deviation (a share)."""

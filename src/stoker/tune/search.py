@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from stoker.trial.ledger import STEP_KEYS
@@ -33,17 +32,9 @@ from stoker.tune.records import (
     State,
     Step,
     key_of,
-)
-from stoker.tune.trials import (
-    FLOOR,
-    FOR_CONFIRMATION,
-    SURE,
-    Comparison,
-    Objective,
-    Trials,
-    is_cheaper,
     mean_rate,
 )
+from stoker.tune.trials import FLOOR, FOR_CONFIRMATION, SURE, Comparison, Objective, Trials, is_cheaper
 
 CLEAR = math.log(1.2)
 """A gain from which one run is enough, if it is also twice the noise: the confirmation at the end would reveal a
@@ -72,9 +63,7 @@ class Choices:
     """Measured at the end, and never part of the best."""
 
 
-def search(
-    trials: Trials, choices: Choices, objective: Objective, facts: Mapping[str, Any] = MappingProxyType({})
-) -> Outcome:
+def search(trials: Trials, choices: Choices, objective: Objective, facts: Mapping[str, Any] | None = None) -> Outcome:
     """The best settings that were run, confirmed against the original from fresh starts; or the original itself.
 
     `trials` score by the objective. `facts` become part of the outcome's. Ctrl-C ends the search with the best so far.
@@ -93,10 +82,10 @@ def search(
 
 @dataclass
 class _Duel:
-    """Settings against others, run in turns."""
+    """A candidate's settings against others, run in turns."""
 
+    candidate: Candidate
     settings: Settings
-    change: Settings
     other: Settings | None
     """None if the others do not run."""
     mine: list[Measured] = field(default_factory=list)
@@ -114,8 +103,8 @@ class _Search:
         self.steps: list[Step] = []
         self.others: list[Step] = []
         self.confirmed: _Duel | None = None
-        self._open: list[tuple[bool, float, Candidate, _Duel]] = []
-        """Candidates that may hide a gain over the best so far: whether each was run, the gain, and its settings."""
+        self._open: list[tuple[float, _Duel]] = []
+        """Candidates that may hide a gain over the best so far, run or not, and how large a gain."""
         self._earlier: list[Settings] = []
         """Earlier best settings, newest last."""
 
@@ -134,7 +123,8 @@ class _Search:
             reason = f"not run: the plan says it would not fit: {refused}"
         elif failed is not None:
             reason += f"; {failed}" if good else f" does not run: {failed}"
-        self._record(Candidate({}, "what everything is compared with"), self.original, "baseline", reason, runs)
+        baseline = Candidate({}, "what everything is compared with")
+        self._record(_Duel(baseline, self.original, None, runs), "baseline", reason)
         return bool(good) or not any(run.result == "refused" for run in runs)
 
     def improve(self) -> str:
@@ -146,23 +136,22 @@ class _Search:
                 if self._look_again():
                     continue
                 return "compute-bound" if state.is_at_ceiling else "nothing left to try"
-            settings = self.best | candidate.change
-            reason = _why_hopeless(candidate) or self._why_not(settings)
+            duel = _Duel(candidate, self.best | candidate.change, self.best)
+            reason = _why_hopeless(candidate) or self._why_not(duel.settings)
             if reason is None:
-                self._try(candidate, settings)
+                self._try(duel)
                 continue
-            self._record(candidate, settings, "skipped", reason)
+            self._record(duel, "skipped", reason)
             if candidate.predicted is not None:
-                most = math.log(max(1e-9, candidate.predicted.high))
-                self._open.append((False, most, candidate, _Duel(settings, candidate.change, self.best)))
+                self._open.append((math.log(max(1e-9, candidate.predicted.high)), duel))
         return "budget"
 
-    def _try(self, candidate: Candidate, settings: Settings) -> None:
-        mine = [self.trials.run(settings, candidate.change, "candidate")]
-        duel = _Duel(settings, candidate.change, self.best, mine, self.trials.good(self.best)[-2:])
-        seen = duel.seen = self.trials.compare(mine, duel.against)
+    def _try(self, duel: _Duel) -> None:
+        duel.mine = [self.trials.run(duel.settings, duel.candidate.change, "candidate")]
+        duel.against = self.trials.good(self.best)[-2:]
+        seen = duel.seen = self.trials.compare(duel.mine, duel.against)
         if seen is not None:
-            cheaper = is_cheaper(settings, self.best)
+            cheaper = is_cheaper(duel.settings, self.best)
             sure = seen.gain > max(CLEAR, 2 * seen.noise)
             hopeless = not seen.may_be_gain and not (cheaper and seen.gain > -seen.noise)
             if not sure and not hopeless:
@@ -170,7 +159,7 @@ class _Search:
                     duel.mine, duel.against = [], []
                 # Candidates that look faster get more rounds; any other gets them only after all have been tried.
                 self._run_in_turns(duel, lambda now: now.gain > math.log1p(FLOOR), MOST_ROUNDS)
-        self._judge(candidate, duel)
+        self._judge(duel)
 
     def _run_in_turns(self, duel: _Duel, is_open: Callable[[Comparison], bool], most: int) -> None:
         """Runs both at least once more, until there is a gain or none is possible."""
@@ -183,15 +172,16 @@ class _Search:
     def _turn(self, duel: _Duel, other_role: str, role: str) -> None:
         # Alternating, so that neither side profits when the machine gets faster or slower.
         between = [] if duel.other is None else [self.trials.run(duel.other, {}, other_role)]
-        duel.mine.append(self.trials.run(duel.settings, duel.change, role))
+        duel.mine.append(self.trials.run(duel.settings, duel.candidate.change, role))
         duel.against = [*duel.against[1 - len(duel.mine) :], *between]
         duel.seen = self.trials.compare_turns(duel.settings, duel.mine, duel.against) or duel.seen
 
-    def _judge(self, candidate: Candidate, duel: _Duel) -> None:
+    def _judge(self, duel: _Duel) -> None:
         seen, failed = duel.seen, _failure_of(duel.mine)
         decision: Decision = "kept"
         if failed is not None:
-            decision, reason, seen = "not kept", failed if seen is None else f"run again, {failed}", None
+            decision, reason = "not kept", failed if seen is None else f"run again, {failed}"
+            seen = duel.seen = None
         elif seen is None:
             reason = "the best so far does not run, this does"
         elif seen.is_gain:
@@ -206,27 +196,27 @@ class _Search:
                 self._earlier.append(self.best)
             self.best = duel.settings
         elif seen is not None:
-            self._open.append((True, seen.gain + seen.noise, candidate, duel))
-        speedup = None if seen is None else seen.ratio
-        self._record(candidate, duel.settings, decision, reason, duel.mine, duel.against, speedup)
+            self._open.append((seen.gain + seen.noise, duel))
+        self._record(duel, decision, reason)
 
     def _look_again(self) -> bool:
         """Returns to candidates that the noise hid, or that were only predicted to gain nothing, in longer trials;
         True if one of them was kept."""
-        questions = [one for one in self._open if one[1] > math.log1p(WORTH_ANOTHER_LOOK)]
-        questions = [] if self._state().is_at_ceiling else sorted(questions, key=lambda one: one[:2], reverse=True)
+        hidden = [] if self._state().is_at_ceiling else self._open
+        questions = [(gain, duel) for gain, duel in hidden if gain > math.log1p(WORTH_ANOTHER_LOOK)]
+        questions.sort(key=lambda one: (bool(one[1].mine), one[0]), reverse=True)
         self._open, before = [], key_of(self.best)
-        for place, (was_run, _, candidate, duel) in enumerate(questions):
+        for place, (_, duel) in enumerate(questions):
             if not self.trials.may_run(2) or self._why_not(duel.settings) is not None:
                 continue
-            candidate = replace(candidate, why=f"{candidate.why}; again, as there is time")
-            if not was_run:
-                self._try(candidate, duel.settings)
+            duel.candidate = replace(duel.candidate, why=f"{duel.candidate.why}; again, as there is time")
+            if not duel.mine:
+                self._try(duel)
             else:
                 if self.trials.lengthen(2 * MOST_ROUNDS * (len(questions) - place) + FOR_CONFIRMATION):
                     duel.mine, duel.against = [], []
                 self._run_in_turns(duel, lambda now: now.may_be_gain, len(duel.mine) + MOST_ROUNDS)
-                self._judge(candidate, duel)
+                self._judge(duel)
             if key_of(self.best) != before:
                 return True
         return False
@@ -236,19 +226,16 @@ class _Search:
         previous best."""
         while key_of(self.best) != key_of(self.original):
             change = {name: value for name, value in self.best.items() if self.original.get(name) != value}
-            duel = _Duel(self.best, change, self.original if self.trials.good(self.original) else None)
+            candidate = Candidate(change, "from fresh starts, in turns with the original")
+            duel = _Duel(candidate, self.best, self.original if self.trials.good(self.original) else None)
             while self._needs_confirmation(duel):
                 self._turn(duel, "confirmation", "confirmation")
             seen, cheaper = duel.seen, is_cheaper(self.best, self.original)
             holds = seen is None or seen.is_gain or (cheaper and seen.gain >= 0)
             holds = holds and bool(self.trials.scores(duel.mine))
             failed = _failure_of([*duel.mine, *duel.against]) or "not measured"
-            self._record(
-                Candidate(change, "from fresh starts, in turns with the original"), self.best,
-                "confirmed" if holds else "not confirmed",
-                "no trials were left for it" if not duel.mine else failed if seen is None else seen.words(),
-                duel.mine, duel.against, None if seen is None else seen.ratio,
-            )  # fmt: skip
+            reason = "no trials were left for it" if not duel.mine else failed if seen is None else seen.words()
+            self._record(duel, "confirmed" if holds else "not confirmed", reason)
             if holds:
                 self.confirmed = duel
                 return
@@ -266,24 +253,25 @@ class _Search:
     def measure_others(self) -> None:
         """Measures settings that would be faster, but are a different training."""
         for candidate in self.choices.other_training:
-            settings = self.best | candidate.change
-            refused = self.choices.fits(settings)
+            duel = _Duel(candidate, self.best | candidate.change, None)
+            refused = self.choices.fits(duel.settings)
             if refused is not None:
-                self._record(candidate, settings, "skipped", refused, steps=self.others)
+                self._record(duel, "skipped", refused, self.others)
                 continue
-            run = self.trials.run(settings, candidate.change, "candidate")
+            run = self.trials.run(duel.settings, candidate.change, "candidate")
+            duel.mine.append(run)
             ours, theirs = run.raw_samples_per_second, mean_rate(self.trials.good(self.best))
             ratio = ours / theirs if ours and theirs else None
             reason = run.failure if ratio is None else f"{_percent(ratio)}, but a different training"
-            self._record(candidate, settings, "not kept", reason, [run], speedup=ratio, steps=self.others)
+            self._record(duel, "not kept", reason, self.others, ratio)
 
     def _record(
-        self, candidate: Candidate, settings: Settings, decision: Decision, reason: str, mine: Sequence[Measured] = (),
-        against: Sequence[Measured] = (), speedup: float | None = None, steps: list[Step] | None = None,
-    ) -> None:  # fmt: skip
+        self, duel: _Duel, decision: Decision, reason: str, steps: list[Step] | None = None, ratio: float | None = None
+    ) -> None:
+        candidate = duel.candidate
         step = Step(
-            len(self.steps) + len(self.others), dict(settings), candidate.change, candidate.why, decision, reason,
-            candidate.predicted, tuple(mine), tuple(against), speedup,
+            len(self.steps) + len(self.others), dict(duel.settings), candidate.change, candidate.why, decision, reason,
+            candidate.predicted, tuple(duel.mine), tuple(duel.against), duel.seen.ratio if duel.seen else ratio,
         )  # fmt: skip
         (self.steps if steps is None else steps).append(step)
         self.trials.journal.step(step)
@@ -292,15 +280,8 @@ class _Search:
     def _state(self) -> State:
         # The ceiling is the original model's: a faster step has a higher one, which nobody measured.
         same_step = all(self.best.get(key) == self.original.get(key) for key in STEP_KEYS)
-        left_s = self.trials.budget_s - self.trials.spent_s
-        return State(
-            self.original,
-            self.best,
-            self.trials.runs,
-            tuple(self.steps),
-            self.choices.ceiling if same_step else None,
-            left_s,
-        )
+        ceiling, left_s = self.choices.ceiling if same_step else None, self.trials.budget_s - self.trials.spent_s
+        return State(self.original, self.best, self.trials.runs, tuple(self.steps), ceiling, left_s)
 
     def _why_not(self, settings: Settings) -> str | None:
         began_s = time.monotonic()
@@ -311,11 +292,13 @@ class _Search:
         refused = self.choices.fits(settings)
         return None if refused is None else f"the plan says it would not fit: {refused}"
 
-    def outcome(self, stopped: str, objective: Objective, facts: Mapping[str, Any]) -> Outcome:
+    def outcome(self, stopped: str, objective: Objective, facts: Mapping[str, Any] | None) -> Outcome:
         trials = self.trials
-        duel = self.confirmed or _Duel(self.best, {}, None, trials.good(self.best), trials.good(self.original))
-        runs = (duel.against, duel.mine)
-        before, after = (next((run for run in reversed(some) if run.result == "measured"), None) for some in runs)
+        duel = self.confirmed or _Duel(
+            Candidate({}, ""), self.best, None, trials.good(self.best), trials.good(self.original)
+        )
+        sides = ([run for run in runs if run.result == "measured"] for runs in (duel.against, duel.mine))
+        before, after = (good[-1] if good else None for good in sides)
         return Outcome(
             original=self.original, best=self.best, before=mean_rate(duel.against), after=mean_rate(duel.mine),
             stopped=stopped, ceiling=self.choices.ceiling, trials=trials.count, took_s=trials.spent_s,
@@ -326,7 +309,7 @@ class _Search:
                 "smallest_gain": max(FLOOR, math.expm1(SURE * trials.spread())), "trial_s": trials.trial_s,
                 "could_be_longer": trials.could_be_longer,
                 "budget_used": trials.spent_s / trials.budget_s if trials.budget_s > 0 else 1.0,
-                **objective.run_facts(before, after), **facts,
+                **objective.run_facts(before, after), **(facts or {}),
             },
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 from stoker.config.reference import write_scalar
 from stoker.core.console import Advance, format_table, progress_bar, say
 from stoker.core.units import clock, count, size_text
-from stoker.tune.records import Listener, Measured, Outcome, Settings, Step
+from stoker.tune.records import Listener, Outcome, Settings, Step
 
 SIZES = ("lookahead", "volume_cache")
 WORTH_SAYING = 0.05
@@ -168,10 +168,10 @@ class Live(Listener):
         self._advance = None
         self._stack.close()
 
-    def trial_begins(self, number: int, settings: Settings, change: Settings, role: str) -> None:  # noqa: ARG002
+    def trial_begins(self, number: int, change: Settings, role: str) -> None:
         self.begin(running_text(number, change, role))
 
-    def trial_ends(self, number: int, measured: Measured) -> None:  # noqa: ARG002
+    def trial_ends(self) -> None:
         self.close()
 
     def lengthened(self, seconds: float, spread: float) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from stoker.tune.journal import Journal
@@ -20,6 +20,17 @@ WANTED_SPREAD = 0.015
 """Standard deviation of repeated runs: two runs then differ from two others by 3 % at most, by chance."""
 MOST_LONGER, WORTH_LONGER = 6.0, 1.5
 """Factors of a trial's length. Noise that even six times the length does not average out changes too slowly."""
+FLOOR = 0.02
+"""A gain below this does not count, however quiet the machine: nobody would notice it."""
+LEAST_SPREAD = 0.005
+"""Smallest spread assumed for repeated runs: two that happen to agree do not prove that there is no noise."""
+NORMAL_MEDIAN = 1.4826
+"""Standard deviations in a median absolute deviation of a normal distribution."""
+SURE = 2.0
+"""Standard errors that a gain has to exceed: 95 % of a normal distribution are within two."""
+STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, SURE)
+"""The same where the standard error is itself an estimate from few turns: Student's t for 95 % on one side, by degrees
+of freedom."""
 
 
 class Trials:
@@ -32,8 +43,7 @@ class Trials:
         self.trial_s, self.budget_s = trial_s, budget_s
         self.runs: dict[Key, list[Measured]] = {}
         self.count = 0
-        self._trier, self._score, self._most = trier, score, most
-        self._same_training = same_training
+        self._trier, self._score, self._most, self._same_training = trier, score, most, same_training
         self._longest_trial_s = MOST_LONGER * trial_s
         self.off_budget_s = 0.0
         """Seconds spent on work that does not count, such as packing."""
@@ -51,17 +61,14 @@ class Trials:
         self.count += 1
         measured = self.journal.recorded(settings)
         if measured is None:
-            self.tell.trial_begins(self.count, settings, change, role)
+            self.tell.trial_begins(self.count, change, role)
             measured = self._trier.run(settings, self.trial_s)
-            if (
-                measured.result == "measured"
-                and self._ledger is not None
-                and measured.ledger not in (None, self._ledger)
-            ):
+            changed = self._ledger is not None and measured.ledger not in (None, self._ledger)
+            if changed and measured.result == "measured":
                 why = "the samples, crops, labels or the total batch were not those of the original"
                 measured = replace(measured, result="different-training", detail=why)
             self.journal.trial(settings, measured)
-            self.tell.trial_ends(self.count, measured)
+            self.tell.trial_ends()
         if self._ledger is None and measured.result == "measured" and self._same_training:
             self._ledger = measured.ledger
         self._took_s += measured.took_s
@@ -97,20 +104,59 @@ class Trials:
     # Noise.
 
     def spread(self) -> float:
-        """Standard deviation of repeated runs; after trials were lengthened, the target until there are new runs."""
-        seen = spread_of(self._alike.values(), self._score)
-        repeated = any(len(self.scores(runs)) > 1 for runs in self._alike.values())
-        return seen if repeated else max(seen, self._expected_spread)
+        """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
+        single runs, whichever is larger. After trials were lengthened, the target until there are new runs.
+
+        Medians, so that one collapse of some settings does not hide all other gains.
+        """
+        apart: list[float] = []
+        within: list[float] = []
+        for runs in self._alike.values():
+            logs = self._logs(runs)
+            if len(logs) > 1:
+                middle, free = statistics.fmean(logs), len(logs) / (len(logs) - 1)
+                apart += [math.sqrt(free) * abs(value - middle) for value in logs]
+            for windows in (run.windows for run in runs if run.result == "measured" and len(run.windows) > 1):
+                mean = statistics.fmean(windows)
+                within += [_deviation(windows) / mean / math.sqrt(len(windows))] if mean > 0 else []
+        between = NORMAL_MEDIAN * statistics.median(apart) if apart else self._expected_spread
+        return max(LEAST_SPREAD, between, statistics.median(within) if within else 0.0)
 
     def compare(self, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
-        return compare(mine, against, self._score, self.spread())
+        """None if one of them has no good run."""
+        ours, theirs, spread = self._logs(mine), self._logs(against), self.spread()
+        if not ours or not theirs:
+            return None
+        error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
+        return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
 
     def compare_turns(self, of: Settings, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
-        """The same for runs that alternated."""
-        ratios, seen = log_ratios(mine, against, self._score), self.compare(mine, against)
-        if ratios:
-            self._turns[key_of(of)] = ratios
-        return None if seen is None else compare_turns(seen, ratios, self._turns.values())
+        """The same, more exact for runs that alternated: a machine that gets slower and faster does so for both runs of
+        a turn, so their ratio varies less than their rates. How much ratios vary is known from the turns of all
+        candidates."""
+        seen, ours, theirs = self.compare(mine, against), self._logs(mine), self._logs(against)
+        if seen is None or len({len(ours), len(theirs), len(mine), len(against)}) != 1:
+            return seen
+        ratios = self._turns[key_of(of)] = [one - other for one, other in zip(ours, theirs, strict=True)]
+        apart = self._turn_spread()
+        if len(ratios) < 2 or apart is None:
+            return seen
+        error = max(apart[0], _deviation(ratios), LEAST_SPREAD) / math.sqrt(len(ratios))
+        sure = STUDENT[min(apart[1], len(STUDENT)) - 1]
+        return Comparison(statistics.fmean(ratios), min(seen.noise, sure * error))
+
+    def _turn_spread(self) -> tuple[float, int] | None:
+        """Standard deviation of the ratios of turns with the same settings, and the degrees of freedom that it comes
+        from; None if there are too few."""
+        groups = [group for group in self._turns.values() if len(group) > 1]
+        free = sum(len(group) - 1 for group in groups)
+        if free < 2:
+            return None
+        squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
+        return math.sqrt(squares / free), free
+
+    def _logs(self, runs: Sequence[Measured]) -> list[float]:
+        return [math.log(score) for score in self.scores(runs)]
 
     @property
     def could_be_longer(self) -> bool:
@@ -120,7 +166,7 @@ class Trials:
         """Makes trials longer if repeated runs differ, as far as the budget allows for this many runs to come (default:
         all that are left); False if their length stays."""
         left = self._most - self.count
-        spread, turns = self.spread(), turn_spread(self._turns.values())
+        spread, turns = self.spread(), self._turn_spread()
         if turns is not None:
             spread = min(spread, turns[0] / math.sqrt(2))  # of one run, without what both runs of a turn share
         room_s = (self.budget_s - self.spent_s) / max(1, left if runs is None else min(left, runs)) - self._starting_s
@@ -135,25 +181,9 @@ class Trials:
         return True
 
 
-# Comparing.
-
-
-HOUR_S = 3600.0
-
 Score = Callable[[Measured], float | None]
 """The value that is maximised; None if the run does not have it."""
 
-FLOOR = 0.02
-"""A gain below this does not count, however quiet the machine: nobody would notice it."""
-LEAST_SPREAD = 0.005
-"""Smallest spread assumed for repeated runs: two that happen to agree do not prove that there is no noise."""
-NORMAL_MEDIAN = 1.4826
-"""Standard deviations in a median absolute deviation of a normal distribution."""
-SURE = 2.0
-"""Standard errors that a gain has to exceed: 95 % of a normal distribution are within two."""
-STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, SURE)
-"""The same where the standard error is itself an estimate from few turns: Student's t for 95 % on one side, by degrees
-of freedom."""
 TAKES_MEMORY = ("num_workers", "prefetch_factor", "lookahead")
 
 
@@ -176,8 +206,10 @@ class Objective:
 
     def epoch_s(self, measured: Measured) -> float | None:
         """One epoch with its first batch, and the start of validation; None if unknown."""
-        rate, samples = steady_rate(measured), measured.epoch_samples
-        if not rate or not samples:
+        observed, samples = measured.observed, measured.epoch_samples
+        # Within an epoch, without the wait for its first batch.
+        rate = (observed and observed.images_per_second) or measured.samples_per_second
+        if measured.result != "measured" or not rate or not samples:
             return None
         starts = 2 if self.validates else 1
         return samples / rate + starts * (measured.first_batch_s or 0.0)
@@ -191,19 +223,10 @@ class Objective:
         found: dict[str, float | None] = {}
         for name, measured in (("before", before), ("after", after)):
             seconds = None if measured is None else self.run_s(measured)
-            hours, price = None if seconds is None else seconds / HOUR_S, self.price_per_hour
+            hours, price = None if seconds is None else seconds / 3600, self.price_per_hour
             found[f"hours_{name}"] = hours
             found[f"cost_{name}"] = None if hours is None or price is None else hours * price
         return found
-
-
-def steady_rate(measured: Measured) -> float | None:
-    """Samples per second within an epoch, without the wait for its first batch."""
-    if measured.result != "measured":
-        return None
-    if measured.observed is not None and measured.observed.images_per_second:
-        return measured.observed.images_per_second
-    return measured.samples_per_second
 
 
 @dataclass(frozen=True)
@@ -232,88 +255,20 @@ class Comparison:
         return f"{math.expm1(self.gain):+.0%} ± {math.expm1(self.noise):.0%}".replace("%", " %")
 
 
-def compare(mine: Sequence[Measured], against: Sequence[Measured], score: Score, spread: float) -> Comparison | None:
-    """None if one of them has no good run."""
-    ours, theirs = _logs(mine, score), _logs(against, score)
-    if not ours or not theirs:
-        return None
-    error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
-    return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
-
-
-def compare_turns(seen: Comparison, ratios: Sequence[float], turns: Iterable[Sequence[float]]) -> Comparison:
-    """The result of `compare`, more exact if both were run in turns: a machine that gets slower and faster does so for
-    both runs of a turn, so their ratio varies less than their rates.
-
-    `ratios` are the log-ratios of these turns, `turns` those of all candidates, which say how much turns differ.
-    """
-    apart = turn_spread(turns)
-    if len(ratios) < 2 or apart is None:
-        return seen
-    error = max(apart[0], _deviation(ratios), LEAST_SPREAD) / math.sqrt(len(ratios))
-    sure = STUDENT[min(apart[1], len(STUDENT)) - 1]
-    return Comparison(statistics.fmean(ratios), min(seen.noise, sure * error))
-
-
-def log_ratios(mine: Sequence[Measured], against: Sequence[Measured], score: Score) -> list[float]:
-    """The ratio of each turn; empty unless all of them are good."""
-    ours, theirs = _logs(mine, score), _logs(against, score)
-    if len({len(ours), len(theirs), len(mine), len(against)}) != 1:
-        return []
-    return [one - other for one, other in zip(ours, theirs, strict=True)]
-
-
-def spread_of(groups: Iterable[Sequence[Measured]], score: Score) -> float:
-    """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
-    single runs, whichever is larger. Medians, so that one collapse of some settings does not hide all other gains."""
-    apart: list[float] = []
-    within: list[float] = []
-    for runs in groups:
-        logs = _logs(runs, score)
-        if len(logs) > 1:
-            middle, free = statistics.fmean(logs), len(logs) / (len(logs) - 1)
-            apart += [math.sqrt(free) * abs(value - middle) for value in logs]
-        for windows in (run.windows for run in runs if run.result == "measured" and len(run.windows) > 1):
-            mean = statistics.fmean(windows)
-            within += [_deviation(windows) / mean / math.sqrt(len(windows))] if mean > 0 else []
-    between = NORMAL_MEDIAN * statistics.median(apart) if apart else 0.0
-    return max(LEAST_SPREAD, between, statistics.median(within) if within else 0.0)
-
-
-def turn_spread(turns: Iterable[Sequence[float]]) -> tuple[float, int] | None:
-    """Standard deviation of the ratios of turns with the same settings, and the degrees of freedom that it comes from;
-    None if there are too few."""
-    groups = [group for group in turns if len(group) > 1]
-    free = sum(len(group) - 1 for group in groups)
-    if free < 2:
-        return None
-    squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
-    return math.sqrt(squares / free), free
-
-
 def is_cheaper(settings: Settings, than: Settings) -> bool:
     """Whether settings take less memory than others, no more of any resource, and are otherwise the same."""
-    ours, theirs = _taken(settings), _taken(than)
+
+    def taken(of: Settings) -> tuple[float, float, float]:
+        """Workers, batches in flight, look-ahead."""
+        values = (of.get(name) for name in TAKES_MEMORY)
+        workers, each, ahead = (float(value) if isinstance(value, (int, float)) else 0.0 for value in values)
+        # A script may have a fixed number of workers.
+        return workers, (workers if "num_workers" in of else 1.0) * each, ahead
+
+    ours, theirs = taken(settings), taken(than)
     same = all(value == than.get(name) for name, value in settings.items() if name not in TAKES_MEMORY)
     return same and ours != theirs and all(one <= other for one, other in zip(ours, theirs, strict=True))
 
 
-def _taken(settings: Settings) -> tuple[float, float, float]:
-    """Workers, batches in flight, look-ahead."""
-    values = (settings.get(name) for name in TAKES_MEMORY)
-    workers, each, ahead = (float(value) if isinstance(value, (int, float)) else 0.0 for value in values)
-    # A script may have a fixed number of workers.
-    return workers, (workers if "num_workers" in settings else 1.0) * each, ahead
-
-
-def mean_rate(runs: Sequence[Measured]) -> float | None:
-    rates = [rate for run in runs if (rate := run.samples_per_second) is not None]
-    return statistics.fmean(rates) if rates else None
-
-
 def _deviation(logs: Sequence[float]) -> float:
     return statistics.stdev(logs) if len(logs) > 1 else 0.0
-
-
-def _logs(runs: Sequence[Measured], score: Score) -> list[float]:
-    return [math.log(value) for run in runs if (value := score(run))]

@@ -27,7 +27,7 @@ def test_a_slow_bucket_is_measured_before_the_first_byte_and_not_if_told_so(
     for number in range(10):
         s3_server.put(f"payback/{number}", os.urandom(100_000))
     proxy.bytes_per_second = 2e6
-    monkeypatch.setattr("stoker.commands.stage.MEASURED_FROM", 500_000)
+    monkeypatch.setattr("stoker.stage.staging.MEASURED_FROM", 500_000)
     assert main(["stage", "s3://bucket/payback", str(tmp_path / "a" / "copy"), "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)["break_even"]

@@ -16,11 +16,6 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="bench")
 
 
-@group.callback()
-def bench() -> None:
-    """Measure this host: the loader alone, or storage alone."""
-
-
 @group.command(epilog="Example: stoker bench data /data/imagenet --workers 8 --gpu a100-80")
 def data(
     source: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import Argument, JsonOption, WithScript
+from stoker.commands.options import Argument, JsonOption, WithScript, let_threads_sleep, refuse_given
 from stoker.core.errors import EXIT_FINDING, UsageError
 
 
@@ -66,9 +66,8 @@ def doctor(
     from stoker.doctor.diagnosis import check_gates, parse_gate
 
     gates = [parse_gate(text) for text in fail_if or ()]
-    _refuse_combinations(target, script, steps, {"--confirm": confirm})
+    _refuse_combinations(target, script, steps, confirm)
 
-    from stoker.commands.options import let_threads_sleep
     from stoker.core.console import print_json, print_result, say
     from stoker.doctor.diagnosing import diagnose
     from stoker.doctor.screen import doctor_text
@@ -98,9 +97,7 @@ def doctor(
     return code or (EXIT_FINDING if failed else 0)
 
 
-def _refuse_combinations(
-    target: str | None, script: list[str] | None, steps: int | None, for_config: dict[str, bool]
-) -> None:
+def _refuse_combinations(target: str | None, script: list[str] | None, steps: int | None, confirm: bool) -> None:
     ways = "stoker doctor CONFIG | stoker doctor RUN_FOLDER | stoker doctor -- python train.py"
     if script is None and target is None:
         raise UsageError("usage", "nothing to diagnose: no config, run folder or script given", hint=ways)
@@ -112,8 +109,7 @@ def _refuse_combinations(
         raise UsageError("usage", f"both {target!r} and a script after `--` given; expected one of them", hint=ways)
     if script == []:
         raise UsageError("usage", "no command given after `--`", hint="stoker doctor -- python train.py")
-    given = [option for option, is_given in for_config.items() if is_given]
-    if script is not None and given:
-        raise UsageError("usage", f"{given[0]} needs a config, and a script has none", hint="stoker doctor CONFIG")
-    if script is None and steps is not None:
-        raise UsageError("usage", "--steps needs a script; use --seconds for a config", hint="--seconds 30")
+    if script is not None:
+        refuse_given({"--confirm": confirm}, "needs a config, and a script has none", "stoker doctor CONFIG")
+    else:
+        refuse_given({"--steps": steps}, "needs a script; use --seconds for a config", "--seconds 30")

@@ -13,6 +13,7 @@ from stoker.commands.options import (
     FromOption,
     JsonOption,
     OverridesArgument,
+    check_picture,
     let_threads_sleep,
 )
 from stoker.core.errors import UsageError
@@ -46,9 +47,8 @@ def lr_find(
     """
     if not 0 < lowest < highest:
         raise UsageError("usage", f"--min {lowest:g} must be above 0 and below --max {highest:g}")
-    if plot is not None and (plot.suffix != ".png" or not plot.absolute().parent.is_dir()):
-        # Checked before the test, which takes a minute.
-        raise UsageError("usage", f"--plot {plot} is not a .png file in an existing folder", hint="--plot lr.png")
+    if plot is not None:
+        check_picture("--plot", plot, "lr.png")
 
     let_threads_sleep()  # inherited by the test's process
     from stoker.core.console import Answer, print_answer, say

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -110,6 +110,20 @@ def flags_for(
             raise UsageError(error, seen, hint="leave it out")
         flags = {name: value for name, value in flags.items() if name not in strange}
     return flags
+
+
+def refuse_given(options: Mapping[str, object], why: str, hint: str) -> None:
+    """Raises UsageError for the first of these options that was given; `why` follows its name."""
+    given = next((name for name, value in options.items() if value), None)
+    if given is not None:
+        raise UsageError("usage", f"{given} {why}", hint=hint)
+
+
+def check_picture(option: str, path: Path, example: str) -> None:
+    """Before the work whose result is drawn there, not after."""
+    if path.suffix.lower() != ".png" or not path.absolute().parent.is_dir():
+        seen = f"{option} {path} is not a .png file in an existing folder"
+        raise UsageError("usage", seen, hint=f"{option} {example}")
 
 
 def parsed(option: str, text: str, parse: Callable[[str], Parsed], example: str) -> Parsed:

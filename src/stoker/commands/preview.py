@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, let_threads_sleep
+from stoker.commands.options import ConfigArgument, JsonOption, OverridesArgument, check_picture, let_threads_sleep
 from stoker.core.errors import UsageError, UserError
 
 DEFAULT_FILE = Path("preview.png")
@@ -34,8 +34,7 @@ def preview(
     that the loss gives their classes. Each line of them is a step. Volumes are shown as patches, as the network gets
     them and with their labels; unlabelled voxels are hatched. Builds no network, and creates no run folder.
     """
-    if out.suffix.lower() != ".png" or not out.absolute().parent.is_dir():
-        raise UsageError("usage", f"--out {out} is not a .png file in an existing folder", hint="--out preview.png")
+    check_picture("--out", out, "preview.png")
 
     let_threads_sleep()
     from stoker.config.reading import load_for_command

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,17 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.commands.options import Argument, JsonOption, Option, config_and_overrides, parsed, without_settings
-from stoker.core.errors import Interrupted, UsageError, UserError
+from stoker.core.errors import UsageError
 
 if TYPE_CHECKING:
     from stoker.config import Config
-    from stoker.plan.break_even import Payback
-    from stoker.stage.copying import Verification
-    from stoker.stage.transfer import StageOptions, Summary
-    from stoker.tasks.base import Selection
-
-MEASURED_FROM = 1_000_000_000
-"""Bytes: below it nobody waits long enough to decide, and measuring would take a good part of the copying."""
+    from stoker.stage.transfer import StageOptions
 
 ImagesOption = partial(Option, rich_help_panel="Part of a data set of images")
 
@@ -85,26 +77,30 @@ def stage(
 
     Running it again copies only what is missing or has changed at the source."""
     from stoker.core.console import Answer, print_answer
+    from stoker.stage import staging
 
     if hydrate:
         if to is not None or verify or classes is not None or class_list is not None or len(words) != 1:
             raise UsageError(
                 "usage", "--hydrate takes one path, and copies nothing", hint="stoker stage --hydrate PATH"
             )
-        return _hydrate(words[0], _options(limit_rate, concurrency), json=json)
+        from stoker.stage.hydrate import hydrated_text
+
+        done = staging.hydrate_all(words[0], _options(limit_rate, concurrency))
+        return print_answer(Answer(hydrated_text(done), done.as_dict(), not done.failed), as_json=json)
 
     from stoker.stage.copying import verification_text
     from stoker.stage.transfer import summary_text
 
     if verify and to is None and len(words) == 1:
-        result = _verify(Path(words[0]))
+        result = staging.verify(Path(words[0]))
         return print_answer(Answer(verification_text(result), result.as_dict(), result.whole), as_json=json)
     choice = {
         "subset_classes": classes, "subset_seed": seed, "subset_train_per_class": train_per_class,
         "subset_val_per_class": val_per_class,
     }  # fmt: skip
     chosen = [f"{key}={value}" for key, value in choice.items() if value is not None]
-    names = None if class_list is None else _names_in(class_list)
+    names = None if class_list is None else staging.classes_in(class_list)
     if names is not None and classes is not None:
         raise UsageError("usage", "--classes and --class-list both choose the classes", hint="give one of them")
     options = _options(limit_rate, concurrency)
@@ -123,8 +119,8 @@ def stage(
             from stoker.config import load_config
 
             config = load_config(None, [f"data_root={source}", *chosen, *settings]).config
-    root, selection = _select(source if config is None else config, names)
-    summary, payback = _stage(root, target, selection, options, measure=not no_measure)
+    root, selection = staging.select(source if config is None else config, names)
+    summary, payback = staging.stage(root, target, selection, options, measure=not no_measure)
     document: dict[str, Any] = summary.as_dict() | {"break_even": None if payback is None else payback.as_dict()}
     lines, complete = [summary_text(summary)], summary.complete
     if file is not None and config is not None and complete:
@@ -134,7 +130,7 @@ def stage(
         document["config"] = str(written)
         lines.append(f"the config that uses it: {written}\nnext: stoker train {written}")
     if verify:
-        result = _verify(Path(summary.target))
+        result = staging.verify(Path(summary.target))
         document["verification"] = result.as_dict()
         lines.append(verification_text(result))
         complete = complete and result.whole
@@ -167,95 +163,3 @@ def _options(limit_rate: str | None, concurrency: int | None) -> StageOptions:
     if rate <= 0:
         raise UsageError("usage", f"--limit-rate {limit_rate} would copy nothing", hint="--limit-rate 50MB/s")
     return StageOptions(rate, concurrency)
-
-
-def _names_in(path: Path) -> tuple[str, ...]:
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("list-not-readable", f"{path}: {error}", hint="a text file with a class on each line") from None
-    names = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    if not names:
-        raise UserError("list-empty", f"{path} names no class", hint="a text file with a class on each line")
-    return names
-
-
-def _select(source: str | Config, names: tuple[str, ...] | None) -> tuple[str, Selection]:
-    from stoker.core.console import progress_bar, say
-    from stoker.core.errors import ConfigError
-    from stoker.tasks.base import Selection, task_for
-
-    if isinstance(source, str):
-        return source, Selection()
-    if source.data_root is None:
-        raise ConfigError("data_root is not set", name="no-data", hint="data_root=/folder/with/train/and/val")
-    with progress_bar("listing", unit="folders") as advance:
-        return task_for(source).needed_files(source, names, advance, lambda line: say(f"note: {line}"))
-
-
-def _stage(
-    root: str, target: Path, selection: Selection, options: StageOptions, *, measure: bool
-) -> tuple[Summary, Payback | None]:
-    from stoker.core.console import progress_bar, say, transfer_bar
-    from stoker.core.units import count, size_text
-    from stoker.io.local_copy import LocalCopy, keep_subset
-    from stoker.io.stores import is_url
-    from stoker.stage.copying import check_apart, check_room, copy_all, find_work, measure_payback
-    from stoker.stage.sources import open_source
-
-    source = open_source(root)
-    if not is_url(source.url):
-        check_apart(source.url, str(target))
-    with closing(LocalCopy(target, source.url)) as copy, _interruptible("what was copied so far is whole and stays"):
-        with progress_bar("listing", unit="files") as advance:
-            work = find_work(source, copy, selection, advance)
-        check_room(work, copy.folder)
-        keep_subset(copy, selection.record)
-        say(
-            f"staging {count(len(work.files), 'file')}, {size_text(work.bytes)} from {source.url} to {copy.folder} "
-            f"({count(work.present_files, 'file')} already there)"
-        )
-        payback = None
-        if measure and work.bytes >= MEASURED_FROM:
-            payback = measure_payback(source, work.files, copy.folder)
-        if payback is not None:
-            from stoker.plan.break_even import payback_text
-
-            say(payback_text(payback))
-        with transfer_bar("staging") as transfer:
-
-            def show(summary: Summary, of_bytes: int) -> None:
-                transfer(summary.copied_files, len(work.files), summary.copied_bytes, of_bytes)
-
-            return copy_all(source, copy, selection, work, options, show), payback
-
-
-def _hydrate(path: str, options: StageOptions, *, json: bool) -> int:
-    from stoker.core.console import Answer, print_answer, progress_bar, say, transfer_bar
-    from stoker.stage.hydrate import HydrateOptions, hydrate, hydrated_text, list_files
-
-    how = HydrateOptions(options.limit_rate, readers=options.concurrency or HydrateOptions.readers)
-    with progress_bar("listing", unit="files") as advance:
-        files = list_files(path, advance)
-    stays = "what was fetched is there, and restores that were asked for go on"
-    with transfer_bar("fetching") as transfer, _interruptible(stays):
-        done = hydrate(path, files, how, progress=transfer, say=say)
-    return print_answer(Answer(hydrated_text(done), done.as_dict(), not done.failed), as_json=json)
-
-
-@contextmanager
-def _interruptible(stays: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        hint = "run the same command again: it continues"
-        raise Interrupted("interrupted", "stopped by Ctrl-C", why=stays, hint=hint) from None
-
-
-def _verify(folder: Path) -> Verification:
-    from stoker.core.console import progress_bar
-    from stoker.io.local_copy import open_copy
-    from stoker.stage.copying import verify_copy
-
-    with closing(open_copy(folder)) as copy, progress_bar("verifying", unit="files") as advance:
-        return verify_copy(copy, advance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,12 +16,9 @@ from stoker.commands.options import (
     config_and_overrides,
     let_threads_sleep,
     parsed,
+    refuse_given,
 )
 from stoker.core.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-
-if TYPE_CHECKING:
-    from stoker.tune.config_search import TuneOptions
-    from stoker.tune.records import Outcome
 
 
 def register(app: typer.Typer) -> None:
@@ -125,13 +122,12 @@ def tune(
     ram_bytes = None if ram is None else parsed("--ram", ram, parse_bytes, "16GB")
 
     if script is not None:
-        given = {
+        for_config = {
             f"CONFIG ({config})": config, "--pace": pace, "--write": write, "--also": also, "--price": price,
             "--force": force, "--ablate": ablate, "--packed": packed, "--pack": pack,
         }  # fmt: skip
-        if strange := next((name for name, value in given.items() if value), None):
-            hint = "stoker tune -- python train.py -j {num_workers}"
-            raise UsageError("usage", f"{strange} needs a config, and a script has none", hint=hint)
+        hint = "stoker tune -- python train.py -j {num_workers}"
+        refuse_given(for_config, "needs a config, and a script has none", hint)
     elif config is None:
         ways = "stoker tune CONFIG | stoker tune -- python train.py -j {num_workers}"
         raise UsageError("usage", "nothing to tune: neither a config nor a script given", hint=ways)
@@ -140,51 +136,24 @@ def tune(
         raise UsageError("usage", f"{config} is a script, not a config", hint=hint)
 
     let_threads_sleep()
-    from stoker.tune.config_search import TuneOptions
+    from stoker.core.console import print_answer
+    from stoker.tune.ablate import ablate_config
+    from stoker.tune.config_search import Tuned, TuneOptions, tune_config
+    from stoker.tune.script_search import TunedScript, tune_script
 
     options = TuneOptions(
         budget_s=budget_s, trial_s=trial_seconds, goal=goal, pace=pace, write=write, also=wanted,
         price_per_hour=price, ram_bytes=ram_bytes, packed=tuple(packed or ()), pack=pack, force=force,
         fresh=fresh,
     )  # fmt: skip
+    found: Tuned | TunedScript
     if script is not None:
-        return _tune_script(script, options, json=json)
-    assert config is not None
-    path, words = config_and_overrides(config, overrides)
-    if not ablate:
-        return _tune_config(path, words, options, json=json)
-    if options.other_places:
-        seen = "--packed and --pack are for a search; --ablate switches off what the config has"
-        raise UsageError("usage", seen, hint=f"stoker tune {path} --ablate data_root={(packed or ['DIR'])[0]}")
-    from stoker.core.console import Answer, print_answer
-    from stoker.tune.ablate import ablate_config, ablation_text
-
-    ablation, unit, journal = ablate_config(path, words, options)
-    return print_answer(
-        Answer(ablation_text(ablation, unit), {**ablation.as_dict(), "journal": str(journal)}), as_json=json
-    )
-
-
-def _tune_config(path: Path, words: list[str], options: TuneOptions, *, json: bool) -> int:
-    from stoker.tune.config_search import tune_config
-    from stoker.tune.text import outcome_text
-
-    tuned = tune_config(path, words, options)
-    files = {"tuned": None if tuned.target is None else str(tuned.target), "journal": str(tuned.journal)}
-    return _print(outcome_text(tuned.outcome, tuned.target), tuned.outcome, files, json=json)
-
-
-def _tune_script(script: list[str], options: TuneOptions, *, json: bool) -> int:
-    from stoker.tune.script_search import script_text, tune_script
-
-    tuned = tune_script(script, options)
-    found = {"command": tuned.command, "notes": tuned.notes, "journal": str(tuned.journal)}
-    return _print(script_text(tuned), tuned.outcome, found, json=json)
-
-
-def _print(text: str, outcome: Outcome, more: dict[str, Any], *, json: bool) -> int:
-    from stoker.core.console import Answer, print_answer
-    from stoker.tune.journal import outcome_record
-
-    print_answer(Answer(text, {**outcome_record(outcome), **more}), as_json=json)
-    return EXIT_INTERRUPTED if outcome.stopped == "interrupted" else EXIT_OK
+        found = tune_script(script, options)
+    else:
+        assert config is not None
+        path, words = config_and_overrides(config, overrides)
+        if ablate:
+            return print_answer(ablate_config(path, words, options), as_json=json)
+        found = tune_config(path, words, options)
+    print_answer(found.answer(), as_json=json)
+    return EXIT_INTERRUPTED if found.outcome.stopped == "interrupted" else EXIT_OK

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from stoker.commands.options import Argument, JsonOption, OverridesArgument, let_threads_sleep, own_command
 from stoker.core.errors import EXIT_OK, UsageError
-
-if TYPE_CHECKING:
-    from stoker.tasks.checks import Check, Subject
-    from stoker.verify.run_checks import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +44,7 @@ def verify(
     `stoker train` starts them. Exits with 1 if a check fails.
     """
     from stoker.core.console import Answer, print_answer
-    from stoker.verify.run_checks import all_checks, choose_checks, list_json, list_text, verify_text
+    from stoker.verify.run_checks import all_checks, choose_checks, list_json, list_text, run_and_show, verify_text
 
     if list_:
         return print_answer(Answer(list_text(all_checks()), list_json(all_checks())), as_json=json)
@@ -86,29 +80,8 @@ def verify(
         subject = replace(subject, ranks=meet(subject, ranks))
         if not ranks.is_first:
             return EXIT_OK  # the first rank checks the rest, and speaks for all
-    report = _run(checks, subject)
+    report = run_and_show(checks, subject)
     expected = expect(subject)
     document = {"config": str(config), **report.as_dict(), "expected": asdict(expected)}
     text = verify_text(report, expected, subject.arguments)
     return print_answer(Answer(text, document, not report.count("failed")), as_json=json)
-
-
-def _run(checks: Sequence[Check], subject: Subject) -> Report:
-    """Runs the checks with a line that shows which one is under way."""
-    from contextlib import ExitStack
-
-    from stoker.core.console import progress_bar, say
-    from stoker.verify.run_checks import run_checks
-
-    topics: set[str] = set()
-    with ExitStack() as shown:
-
-        def show(check: Check, number: int, total: int) -> None:
-            shown.close()  # the line of the check before
-            if sys.stderr.isatty():
-                shown.enter_context(progress_bar(f"checking {number} of {total}: {check.title}"))
-            elif check.topic not in topics:
-                topics.add(check.topic)
-                say(f"checking: {check.topic}")
-
-        return run_checks(checks, subject, show)

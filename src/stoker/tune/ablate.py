@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.config import config_values
 from stoker.config.reading import load_for_command
-from stoker.core.console import format_table, say
+from stoker.core.console import Answer, format_table, say
 from stoker.core.errors import UsageError, UserError
 from stoker.core.units import count
 from stoker.io.stores import is_url
@@ -91,8 +91,11 @@ class Ablation:
         }  # fmt: skip
 
 
-def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> tuple[Ablation, str, Path]:
-    """The table, what a sample is called, and where the journal is."""
+def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) -> Answer:
+    if options.other_places:
+        seen = "--packed and --pack are for a search; --ablate switches off what the config has"
+        hint = f"stoker tune {path} --ablate data_root={(*options.packed, 'DIR')[0]}"
+        raise UsageError("usage", seen, hint=hint)
     if options.also or options.write is not None:
         raise UsageError("usage", "--ablate writes no config", hint=f"stoker tune {path} --ablate")
     opened = open_config(load_for_command(path, overrides), path, overrides, options)
@@ -118,7 +121,7 @@ def ablate_config(path: Path, overrides: Sequence[str], options: TuneOptions) ->
         opened.trier.close()
         journal.close()
     assert journal.path is not None
-    return found, live.unit, journal.path
+    return Answer(ablation_text(found, live.unit), {**found.as_dict(), "journal": str(journal.path)})
 
 
 def sources_of(config: HostConfig, *, on_gpu: bool, remote: bool, paced: bool = False) -> list[Optimisation]:

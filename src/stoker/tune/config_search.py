@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.config import config_values
 from stoker.config.reading import Resolved, load_for_command
-from stoker.core.console import progress_bar, say, say_notes
+from stoker.core.console import Answer, progress_bar, say, say_notes
 from stoker.core.errors import StokerError, UserError
 from stoker.doctor.pacing import seconds_of_a_step
 from stoker.io.stores import is_url
@@ -24,12 +24,12 @@ from stoker.tasks.base import task_for
 from stoker.tasks.packing import RECORDS, check_destination, claim_destination
 from stoker.trial.fork_server import Ended, ForkServer, patience_after
 from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
-from stoker.tune.journal import Journal, open_journal
+from stoker.tune.journal import Journal, open_journal, outcome_record
 from stoker.tune.records import Fits, Goal, Measured, Outcome, Settings
 from stoker.tune.result import DEFAULT_NAME, check_target, journal_path, write_tuned
 from stoker.tune.search import Choices, search
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
-from stoker.tune.text import Live
+from stoker.tune.text import Live, outcome_text
 from stoker.tune.trials import Objective, Trials
 
 DEFAULT_BUDGET_S = 20 * 60.0
@@ -72,6 +72,10 @@ class Tuned:
     target: Path | None
     """The result; None if the search was interrupted."""
     journal: Path
+
+    def answer(self) -> Answer:
+        files = {"tuned": None if self.target is None else str(self.target), "journal": str(self.journal)}
+        return Answer(outcome_text(self.outcome, self.target), {**outcome_record(self.outcome), **files})
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.core.console import say_notes
+from stoker.core.console import Answer, say_notes
 from stoker.core.errors import UsageError
 from stoker.doctor.checks.facts import Facts
 from stoker.doctor.preparing import workers_that_fit
 from stoker.doctor.what_if import LoaderModel
 from stoker.profile.host import read_machine
 from stoker.tune.config_search import TuneOptions
-from stoker.tune.journal import open_journal
+from stoker.tune.journal import open_journal, outcome_record
 from stoker.tune.records import Candidate, Measured, Outcome, Propose, State, Value, key_of
 from stoker.tune.script import CHANGES_TRAINING, Placeholder, ScriptTrier, Template, read_template, refuse_broken
 from stoker.tune.search import Choices, search
@@ -41,6 +41,12 @@ class TunedScript:
     """With the best values."""
     notes: list[str]
     journal: Path
+
+    def answer(self) -> Answer:
+        notes = ["", *self.notes] if self.notes else []
+        text = "\n".join([outcome_text(self.outcome, None), *notes, "", shlex.join(self.command)])
+        found = {"command": self.command, "notes": self.notes, "journal": str(self.journal)}
+        return Answer(text, {**outcome_record(self.outcome), **found})
 
 
 def tune_script(words: Sequence[str], options: TuneOptions) -> TunedScript:
@@ -78,11 +84,6 @@ def tune_script(words: Sequence[str], options: TuneOptions) -> TunedScript:
         failed = next((run for step in outcome.steps for run in step.measured), Measured("crashed", detail="not run"))
         refuse_broken(template.line(template.start), failed)
     return TunedScript(outcome, template.filled(outcome.best), notes, JOURNAL)
-
-
-def script_text(tuned: TunedScript) -> str:
-    notes = ["", *tuned.notes] if tuned.notes else []
-    return "\n".join([outcome_text(tuned.outcome, None), *notes, "", shlex.join(tuned.command)])
 
 
 def result_notes(outcome: Outcome) -> list[str]:

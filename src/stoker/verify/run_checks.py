@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import groupby
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.config.keys import task_names
-from stoker.core.console import finding_lines, format_table
+from stoker.core.console import finding_lines, format_table, progress_bar, say
 from stoker.core.errors import Interrupted, Preempted, StokerError, UsageError, did_you_mean
 from stoker.core.finding import Finding, Status, as_json
 from stoker.tasks.base import task_named
@@ -113,6 +115,22 @@ def run_checks(checks: Sequence[Check], subject: Subject, on_start: OnStart = la
         else:
             results.append(CheckResult(check, finding, time.perf_counter() - started))
     return Report(tuple(results), tuple(not_applicable), time.perf_counter() - began)
+
+
+def run_and_show(checks: Sequence[Check], subject: Subject) -> Report:
+    """The same, with a line that shows which check is under way."""
+    topics: set[str] = set()
+    with ExitStack() as shown:
+
+        def show(check: Check, number: int, total: int) -> None:
+            shown.close()  # the line of the check before
+            if sys.stderr.isatty():
+                shown.enter_context(progress_bar(f"checking {number} of {total}: {check.title}"))
+            elif check.topic not in topics:
+                topics.add(check.topic)
+                say(f"checking: {check.topic}")
+
+        return run_checks(checks, subject, show)
 
 
 def warnings_before_training(

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.config.importing.names import IMPORT_NAMES, devices, optimizer, precision, scheduler, strategy
+from stoker.config.importing.names import IMPORT_NAMES, optimizer, scheduler
 from stoker.config.importing.rules import (
     Became,
     Kind,
-    Rule,
     Table,
     Theirs,
     all_renamed,
@@ -87,8 +86,8 @@ def _loggers(value: Any, _theirs: Theirs) -> Became:
 
 
 def _scheduler(value: Any, theirs: Theirs) -> Became:
-    ours = scheduler(value, theirs).settings
-    return same("once an epoch", **ours, lr_update="epoch") if ours else scheduler(value, theirs)
+    became = scheduler(value, theirs)
+    return same("once an epoch", **became.settings, lr_update="epoch") if became.settings else became
 
 
 def _cosine_length(value: Any, theirs: Theirs) -> Became:
@@ -97,12 +96,9 @@ def _cosine_length(value: Any, theirs: Theirs) -> Became:
     return changed("torch's cosine rises again after this many epochs; here it ends with the run")
 
 
-def _unlimited(name: str) -> Rule:
-    return only(None, -1, because="no limit", otherwise=f"stoker counts in epochs, and has no {name}")
-
-
 _USUAL = (
     "val_check_interval", "check_val_every_n_epoch", "gradient_clip_val", "gradient_clip_algorithm", "deterministic",
+    "limit_train_batches", "limit_val_batches", "strategy", "devices", "precision",
 )  # fmt: skip
 _RENAMED = {
     "trainer.num_nodes": "num_nodes", "trainer.log_every_n_steps": "log_every",
@@ -122,20 +118,17 @@ LIGHTNING: Table = {
     "seed_everything": lambda value, _theirs: same("not set") if value in (None, True, False) else same(seed=value),
     "ckpt_path": renamed("weights", off=(None, "last", "best"), why="only the weights; to resume, --resume FILE"),
     "trainer.*": lambda _value, _theirs: Became(Kind.UNKNOWN, "unknown"),
-    "trainer.accelerator": not_needed("stoker uses the GPUs that it finds"),
-    "trainer.strategy": strategy,
-    "trainer.devices": devices,
-    "trainer.precision": precision,
+    "trainer.accelerator": IMPORT_NAMES["device"],
     "trainer.logger": _loggers,
     "trainer.callbacks": _callbacks,
     "trainer.fast_dev_run": renamed("fast_dev_run", off=(None, False)),
     "trainer.max_epochs": renamed("epochs", off=(None, -1)),
-    "trainer.min_epochs": only(None, because="not set", otherwise="the run has max_epochs epochs"),
-    "trainer.max_steps": _unlimited("max_steps"),
-    "trainer.min_steps": only(None, because="not set", otherwise="the run has max_epochs epochs"),
+    "trainer.max_steps": only(None, -1, because="no limit", otherwise="stoker counts in epochs, and has no max_steps"),
+    **dict.fromkeys(
+        ("trainer.min_epochs", "trainer.min_steps"),
+        only(None, because="not set", otherwise="the run has max_epochs epochs"),
+    ),
     "trainer.max_time": only(None, because="not set", otherwise="stoker has no time limit; SIGTERM saves and stops"),
-    "trainer.limit_train_batches": renamed("limit_train_batches", off=(None, 1.0)),
-    "trainer.limit_val_batches": renamed("limit_val_batches", off=(None, 1.0)),
     "trainer.limit_test_batches": not_needed("only for testing"),
     "trainer.limit_predict_batches": not_needed("only for prediction"),
     "trainer.overfit_batches": only(None, 0, 0.0, because="off", otherwise="subset_train_per_class makes a small set"),

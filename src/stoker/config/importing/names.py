@@ -16,6 +16,7 @@ from stoker.config.importing.rules import (
     Table,
     Theirs,
     absolute_lr,
+    all_renamed,
     changed,
     chosen,
     if_read,
@@ -184,19 +185,11 @@ def model(value: Any, _theirs: Theirs) -> Became:
     return changed("timm's name for it", model=MODELS[value]) if value in MODELS else same(model=value)
 
 
-def _scheduler_value(value: Any, _theirs: Theirs) -> Became | None:
-    return same(lr_scheduler="constant") if value == "none" else None
-
-
 def _policy_value(value: Any, _theirs: Theirs) -> Became | None:
     if value is None:
         return same(auto_augment="none")
-    if not isinstance(value, str) or not value.startswith("rand-"):
-        return None
-    settings = timm_policy(value)
-    if settings is None:
-        return lost("only rand-mM-nN-mstdS-inc1 of timm's policies can be translated")
-    return same("timm's name for it", **settings)
+    named = isinstance(value, str) and value.startswith("rand-")
+    return timm_policy(value, "timm's name for it") if named else None
 
 
 def _accelerator_value(value: Any, _theirs: Theirs) -> Became | None:
@@ -208,7 +201,7 @@ def _accelerator_value(value: Any, _theirs: Theirs) -> Became | None:
 
 
 NAMES: Table = {
-    **{theirs: renamed(ours) for theirs, ours in FOREIGN_ALIASES.items()},
+    **all_renamed(FOREIGN_ALIASES),
     "gradient_clip_val": renamed("clip_grad_norm", off=(None, 0, 0.0)),
     "max_classes": renamed("subset_classes", why="chosen by subset_seed, but not the same classes as there"),
     "gradient_clip_algorithm": _clip_by,
@@ -249,7 +242,7 @@ NAMES: Table = {
 """Names that a config of ours may use, or that the loader can explain."""
 
 VALUES: dict[str, Callable[[Any, Theirs], Became | None]] = {
-    "lr_scheduler": _scheduler_value,
+    "lr_scheduler": lambda value, _theirs: same(lr_scheduler="constant") if value == "none" else None,
     "auto_augment": _policy_value,
     "accelerator": _accelerator_value,
 }
@@ -274,10 +267,6 @@ def _scaling(value: Any, _theirs: Theirs) -> Became:
     low, high = (float(edge) for edge in value)
     scales = [round(1 / high, 4), round(1 / low, 4)]
     return changed("every patch; here as voxels that become one", volume_scaling=1.0, volume_scales=scales)
-
-
-def _flips(value: Any, _theirs: Theirs) -> Became:
-    return same(volume_flips=[0.5 if axis in value else 0.0 for axis in range(3)])
 
 
 def _every_patch(key: str) -> Rule:
@@ -317,7 +306,7 @@ VOLUMES: Table = {
     "denoise.enabled": only(None, False, because="off", otherwise="stoker pack --median 3 filters volumes once"),
     "rotate_deg": _rotation,
     "spatial.scale": _scaling,
-    "flip_axes": _flips,
+    "flip_axes": lambda value, _theirs: same(volume_flips=[0.5 if axis in value else 0.0 for axis in range(3)]),
     "patch_dropout.probability": lambda value, _theirs: changed("the labels stay", volume_cutout=value),
     "intensity.gamma": _every_patch("volume_gamma"),
     "gaussian_noise_std": _every_patch("volume_noise"),
@@ -332,43 +321,36 @@ VOLUMES: Table = {
 }
 
 
-def _renamed_everywhere() -> dict[str, Rule]:
-    """Names that only the import translates, because they could mean several things."""
-    pairs = {
-        "learning_rate": "lr", "base_lr": "lr", "wd": "weight_decay", "n_epochs": "epochs", "num_epochs": "epochs",
-        "total_epochs": "epochs", "bs": "batch_size", "per_device_train_batch_size": "batch_size",
-        "per_device_eval_batch_size": "val_batch_size", "eval_batch_size": "val_batch_size",
-        "gradient_accumulation_steps": "gradient_accumulation", "accum_iter": "gradient_accumulation",
-        "grad_clip": "clip_grad_norm", "clip_grad": "clip_grad_norm", "max_grad_norm": "clip_grad_norm",
-        "gradient_clip": "clip_grad_norm", "image_size": "img_size", "input_size": "img_size",
-        "n_classes": "num_classes", "data_dir": "data_root", "data_path": "data_root", "dataset_path": "data_root",
-        "root": "data_root", "n_workers": "num_workers", "dataloader_num_workers": "num_workers",
-        "mixup": "mixup_alpha", "cutmix": "cutmix_alpha", "smoothing": "label_smoothing", "drop_rate": "dropout",
-        "drop_path_rate": "drop_path", "nodes": "num_nodes", "sync_bn": "sync_batchnorm",
-        "log_interval": "log_every", "print_freq": "log_every", "project": "wandb_project", "wandb.enabled": "wandb",
-        "experiment.name": "run_name",
-    }  # fmt: skip
-    return {theirs: renamed(ours) if ours != "lr" else _lr for theirs, ours in pairs.items()}
-
+_RENAMED = {
+    "wd": "weight_decay", "n_epochs": "epochs", "num_epochs": "epochs", "total_epochs": "epochs", "bs": "batch_size",
+    "per_device_train_batch_size": "batch_size", "per_device_eval_batch_size": "val_batch_size",
+    "eval_batch_size": "val_batch_size", "gradient_accumulation_steps": "gradient_accumulation",
+    "accum_iter": "gradient_accumulation", "grad_clip": "clip_grad_norm", "clip_grad": "clip_grad_norm",
+    "max_grad_norm": "clip_grad_norm", "gradient_clip": "clip_grad_norm", "image_size": "img_size",
+    "input_size": "img_size", "n_classes": "num_classes", "data_dir": "data_root", "data_path": "data_root",
+    "dataset_path": "data_root", "root": "data_root", "n_workers": "num_workers",
+    "dataloader_num_workers": "num_workers", "mixup": "mixup_alpha", "cutmix": "cutmix_alpha",
+    "smoothing": "label_smoothing", "drop_rate": "dropout", "drop_path_rate": "drop_path", "nodes": "num_nodes",
+    "sync_bn": "sync_batchnorm", "log_interval": "log_every", "print_freq": "log_every", "project": "wandb_project",
+    "wandb.enabled": "wandb", "experiment.name": "run_name",
+}  # fmt: skip
+"""Names that only the import translates, because they could mean several things."""
 
 IMPORT_NAMES: Table = {
-    **_renamed_everywhere(),
+    **all_renamed(_RENAMED),
     **NAMES,
     **VOLUMES,
-    "lr": _lr,
+    **dict.fromkeys(("lr", "learning_rate", "base_lr"), _lr),
     "max_lr": _in_one_cycle(absolute_lr),
     **dict.fromkeys(("pct_start", "div_factor", "anneal_strategy"), _in_one_cycle(not_needed("see lr_scheduler"))),
     "precision": precision,
-    "devices": devices,
-    "gpus": devices,
-    "num_gpus": devices,
+    **dict.fromkeys(("devices", "gpus", "num_gpus"), devices),
     "strategy": strategy,
     **dict.fromkeys(("optimizer", "optim", "opt", "optimizer.name", "optimizer.type"), optimizer),
     **dict.fromkeys(_SCHEDULER_NAMES, scheduler),
     **dict.fromkeys(("model", "model_name", "model.name", "model.type", "arch", "architecture", "backbone"), model),
     **dict.fromkeys(("data.root", "data.path", "data.dir", "dataset.root", "dataset.path"), renamed("data_root")),
-    "ema_decay": _average_decay,
-    "ema.decay": _average_decay,
+    **dict.fromkeys(("ema_decay", "ema.decay"), _average_decay),
     "ema.enabled": _average,
     "t_max": _cosine_length,
     "val_interval": NAMES["check_val_every_n_epoch"],
@@ -376,8 +358,7 @@ IMPORT_NAMES: Table = {
     "fast_dev_run": renamed("fast_dev_run"),
     "limit_train_batches": renamed("limit_train_batches", off=(None, 1.0)),
     "limit_val_batches": renamed("limit_val_batches", off=(None, 1.0)),
-    "output_dir": _folder,
-    "save_dir": _folder,
+    **dict.fromkeys(("output_dir", "save_dir"), _folder),
     "device": not_needed("stoker uses the GPUs that it finds"),
 }
 """The same for `stoker config import`, which says in a comment how it read each."""

@@ -144,31 +144,17 @@ def number(value: Any) -> float | None:
 _TIMM_POLICY = re.compile(r"rand(?:-(?:m(?P<m>[0-9.]+)|n(?P<n>[0-9]+)|mstd(?P<std>[0-9.]+)|inc(?P<inc>[01])))*")
 
 
-def timm_policy(value: Any) -> dict[str, Any] | None:
-    """Our settings for timm's `rand-m9-mstd0.5-inc1`; None if it has parts that we do not have."""
+def timm_policy(value: Any, why: str = "") -> Became:
+    """Our settings for timm's `rand-m9-mstd0.5-inc1`, if it has no parts that we do not have."""
     match = _TIMM_POLICY.fullmatch(value) if isinstance(value, str) else None
     # Without inc1, timm's magnitudes of several operations go the other way.
     # From 100 on, its standard deviation means uniform draws.
     if match is None or match["inc"] != "1" or float(match["std"] or 0) >= 100:
-        return None
-    return {
-        "auto_augment": "randaugment",
-        "randaugment_magnitude": float(match["m"] or 10),
-        "randaugment_magnitude_std": float(match["std"] or 0),
-        "randaugment_ops": int(match["n"] or 2),
-    }
-
-
-def torchvision_randaugment(magnitude: float) -> Became:
-    """torchvision's RandAugment always applies its two operations, and has magnitudes of 0 to 30."""
-    why = (
-        f"nearest: torchvision always applies 2 operations, at {magnitude:g} of 30; here each is applied half of the "
-        "time, and magnitudes go to 10"
-    )
-    return changed(
+        return lost("only rand-mM-nN-mstdS-inc1 of timm's policies can be translated")
+    return same(
         why,
         auto_augment="randaugment",
-        randaugment_magnitude=magnitude / 3,
-        randaugment_magnitude_std=0.0,
-        randaugment_ops=4,
+        randaugment_magnitude=float(match["m"] or 10),
+        randaugment_magnitude_std=float(match["std"] or 0),
+        randaugment_ops=int(match["n"] or 2),
     )

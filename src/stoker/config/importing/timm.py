@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stoker.config.importing.names import IMPORT_NAMES
+from stoker.config.importing.names import IMPORT_NAMES, optimizer
 from stoker.config.importing.rules import (
     Became,
     Kind,
@@ -16,6 +16,7 @@ from stoker.config.importing.rules import (
     all_renamed,
     changed,
     explained_by,
+    if_read,
     lost,
     not_needed,
     number,
@@ -56,12 +57,6 @@ def _total_batch(theirs: Theirs) -> float:
     return math.prod(number(theirs.get(name)) or default for name, default in defaults.items())
 
 
-def _lr(value: Any, theirs: Theirs) -> Became:
-    if not value:
-        return same("not set; see lr_base")
-    return absolute_lr(value, theirs)
-
-
 def _lr_base(value: Any, theirs: Theirs) -> Became:
     how = _scaling(theirs)
     if not how:
@@ -83,13 +78,9 @@ def _optimizer(value: Any, theirs: Theirs) -> Became:
         return same("timm's sgd uses Nesterov momentum", optimizer="sgd", nesterov=True)
     if name == "momentum":
         return same(optimizer="sgd", nesterov=False)
-    if name == "lamb":
-        if theirs.get("clip_grad") is None:
-            return same("timm's LAMB clips the gradient norm to 1", optimizer="lamb", clip_grad_norm=1.0)
-        return same(optimizer="lamb")
-    if name == "adamw":
-        return same(optimizer="adamw")
-    return lost("stoker has sgd, adamw and lamb")
+    if name == "lamb" and theirs.get("clip_grad") is None:
+        return same("timm's LAMB clips the gradient norm to 1", optimizer="lamb", clip_grad_norm=1.0)
+    return optimizer(value, theirs)
 
 
 def _clip(value: Any, theirs: Theirs) -> Became:
@@ -114,20 +105,12 @@ def _scheduler(value: Any, theirs: Theirs) -> Became:
     return lost("stoker has cosine, step and constant")
 
 
-def _if_step(key: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Became:
-        if theirs.get("sched", default="cosine") != "step":
-            return without_effect("only the step schedule reads it")
-        settings: dict[str, Any] = {key: int(value) if key == "lr_step_epochs" else value}
-        return same(**settings)
-
-    return rule
+def _if_step(rule: Rule) -> Rule:
+    return if_read(lambda theirs: theirs.get("sched") == "step", "only the step schedule reads it", rule)
 
 
 def _warmup_start(value: Any, theirs: Theirs) -> Became:
     peak, start = _peak(theirs), number(value)
-    if not theirs.get("warmup_epochs"):
-        return without_effect("there is no warmup")
     if not start or start > peak:
         return lost("the warmup begins at a share of lr: warmup_start")
     return changed("as a share of lr", warmup_start=start / peak)
@@ -137,13 +120,6 @@ def _amp(value: Any, theirs: Theirs) -> Became:
     if not value:
         return same(precision="32")
     return same(precision="bf16-mixed" if theirs.get("amp_dtype") == "bfloat16" else "16-mixed")
-
-
-def _policy(value: Any, _theirs: Theirs) -> Became:
-    if value in (None, ""):
-        return same(auto_augment="none")
-    settings = timm_policy(value)
-    return same(**settings) if settings else lost("only rand-mM-nN-mstdS-inc1 of timm's policies can be translated")
 
 
 def _jitter(value: Any, theirs: Theirs) -> Became:
@@ -187,9 +163,7 @@ def _size(value: Any, _theirs: Theirs) -> Became:
 
 
 def _threshold(value: Any, theirs: Theirs) -> Became:
-    if value is None or not theirs.get("bce_loss"):
-        return same("not used")
-    return same(bce_target_threshold=value)
+    return same(bce_target_threshold=value) if value is not None and theirs.get("bce_loss") else same("not used")
 
 
 def _interpolation(value: Any, theirs: Theirs) -> Became:
@@ -223,12 +197,12 @@ _WITHOUT_EFFECT_ON_TRAINING = (
 TIMM: Table = {
     **all_renamed(_RENAMED),
     **explained_by(_EXPLAINED),
+    **{name: IMPORT_NAMES[name] for name in ("pretrained", "mean", "std", "device", "val_interval")},
     **dict.fromkeys(_WITHOUT_EFFECT_ON_TRAINING, not_needed("does not change the training")),
     "dataset": _off("stoker reads class folders and shards", "imagenet", "folder", "imagefolder"),
     "train_split": only(None, "train", because="train/", otherwise="training data is in train/"),
     "val_split": only(None, "val", "validation", because="val/", otherwise="validation data is in val/"),
     "class_map": _off("classes are the folders in alphabetical order"),
-    "pretrained": IMPORT_NAMES["pretrained"],
     "initial_checkpoint": renamed("weights", off=(None, "")),
     "resume": _off("stoker resumes by itself; --resume FILE for another checkpoint"),
     "start_epoch": _off("a run starts at 0 or resumes"),
@@ -236,39 +210,32 @@ TIMM: Table = {
     "in_chans": only(None, 3, because="RGB", otherwise="images are RGB"),
     "img_size": _size,
     "input_size": lambda value, theirs: same("see img_size") if theirs.get("img_size") else _size(value, theirs),
-    "mean": IMPORT_NAMES["mean"],
-    "std": IMPORT_NAMES["std"],
     "interpolation": _interpolation,
     "torchcompile": lambda value, _theirs: same(compile_model=bool(value)),
-    "torchscript": _off("see compile_model"),
-    "fuser": _off("see compile_model"),
-    "fast_norm": _off("see precision"),
+    **dict.fromkeys(("torchscript", "fuser"), _off("see compile_model")),
     "model_kwargs": _off("stoker passes drop_path and dropout only"),
-    "head_init_scale": _off("the model's own initial weights are used"),
-    "head_init_bias": _off("the model's own initial weights are used"),
+    **dict.fromkeys(("head_init_scale", "head_init_bias"), _off("the model's own initial weights are used")),
     "amp": _amp,
-    "model_dtype": _off("see precision"),
-    "device": not_needed("stoker uses the GPUs that it finds"),
+    **dict.fromkeys(("fast_norm", "model_dtype"), _off("see precision")),
     "opt": _optimizer,
     "opt_eps": _off("stoker uses the optimizer's usual one"),
     "opt_kwargs": _off("stoker's optimizers have no further options"),
     "clip_grad": _clip,
     "layer_decay": _off("one learning rate for all layers"),
     "sched": _scheduler,
-    "lr": _lr,
+    "lr": lambda value, theirs: absolute_lr(value, theirs) if value else same("not set; see lr_base"),
     "lr_base": _lr_base,
     "lr_noise": _off("the schedule has no noise"),
-    "lr_noise_pct": not_needed("for lr_noise"),
-    "lr_noise_std": not_needed("for lr_noise"),
+    **dict.fromkeys(("lr_noise_pct", "lr_noise_std"), not_needed("for lr_noise")),
     "lr_cycle_mul": _off("one cycle", 1.0),
     "lr_cycle_decay": not_needed("one cycle"),
     "lr_cycle_limit": only(None, 1, because="one cycle", otherwise="one cycle"),
     "lr_k_decay": only(None, 1.0, because="a plain cosine", otherwise="a plain cosine"),
-    "warmup_lr": _warmup_start,
+    "warmup_lr": if_read(lambda theirs: theirs.get("warmup_epochs"), "there is no warmup", _warmup_start),
     "epoch_repeats": _off("see steps_per_epoch"),
     "decay_milestones": not_needed("only for multistep"),
-    "decay_epochs": _if_step("lr_step_epochs"),
-    "decay_rate": _if_step("lr_step_factor"),
+    "decay_epochs": _if_step(lambda value, _theirs: same(lr_step_epochs=int(value))),
+    "decay_rate": _if_step(renamed("lr_step_factor", off=())),
     "cooldown_epochs": _off("the run ends with the cosine"),
     "patience_epochs": not_needed("only for plateau"),
     "no_aug": _off("horizontal_flip: 0 and auto_augment: none turn off what can be turned off"),
@@ -278,7 +245,7 @@ TIMM: Table = {
     "color_jitter_prob": _off("stoker has no colour jitter"),
     "grayscale_prob": _off("stoker does not draw grey images"),
     "gaussian_blur_prob": _off("stoker does not blur"),
-    "aa": _policy,
+    "aa": lambda value, _theirs: same(auto_augment="none") if value in (None, "") else timm_policy(value),
     "aug_repeats": lambda value, _theirs: same(repeated_augmentation=int(value) if number(value) else 1),
     "aug_splits": _off("stoker has no augmentation splits"),
     "jsd_loss": _off("stoker has cross_entropy and bce"),
@@ -296,13 +263,11 @@ TIMM: Table = {
     "mixup_off_epoch": _off("mixing is on for the whole run"),
     "drop_connect": _off("see drop_path"),
     "drop_block": _off("stoker has drop_path and dropout"),
-    "bn_momentum": _off("the model's own"),
-    "bn_eps": _off("the model's own"),
+    **dict.fromkeys(("bn_momentum", "bn_eps"), _off("the model's own")),
     "sync_bn": renamed("sync_batchnorm", off=(None, "")),
     "dist_bn": not_needed("the first rank's batch norm statistics are evaluated; see sync_batchnorm"),
     "split_bn": _off("stoker has no split batch norm"),
     "model_ema": _average,
-    "val_interval": only(None, 1, because="what stoker does", otherwise="stoker validates at the end of each epoch"),
     "recovery_interval": renamed("checkpoint_every_steps", off=(None, 0)),
     "pin_mem": not_needed("does not change the training; stoker uses page-locked memory where it helps"),
     "output": renamed("runs_dir", off=(None, "")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.config.importing.names import IMPORT_NAMES, model
+from stoker.config.importing.names import IMPORT_NAMES
 from stoker.config.importing.rules import (
     Became,
     Rule,
@@ -22,7 +22,6 @@ from stoker.config.importing.rules import (
     only,
     renamed,
     same,
-    torchvision_randaugment,
 )
 
 TORCHVISION_MARKS = frozenset({
@@ -61,7 +60,16 @@ def _policy(value: Any, theirs: Theirs) -> Became:
     if value == "ta_wide":
         return same(auto_augment="trivialaugment")
     if value == "ra":
-        return torchvision_randaugment(number(theirs.get("ra_magnitude")) or 9.0)
+        # It always applies its two operations, and has magnitudes of 0 to 30.
+        magnitude = number(theirs.get("ra_magnitude")) or 9.0
+        return changed(
+            f"nearest: torchvision always applies 2 operations, at {magnitude:g} of 30; here each is applied half of "
+            "the time, and magnitudes go to 10",
+            auto_augment="randaugment",
+            randaugment_magnitude=magnitude / 3,
+            randaugment_magnitude_std=0.0,
+            randaugment_ops=4,
+        )
     return lost("stoker has randaugment and trivialaugment")
 
 
@@ -93,10 +101,6 @@ def _val_resize(value: Any, theirs: Theirs) -> Became:
     return same(val_img_size=_VAL_CROP, crop_ratio=min(1.0, _VAL_CROP / value))
 
 
-def _repeats(value: Any, theirs: Theirs) -> Became:
-    return same(repeated_augmentation=theirs.get("ra_reps", default=3) if value else 1)
-
-
 _RENAMED = {
     "data_path": "data_root", "lr_warmup_epochs": "warmup_epochs", "lr_min": "min_lr", "print_freq": "log_every",
     "sync_bn": "sync_batchnorm", "random_erase": "random_erasing", "train_crop_size": "img_size",
@@ -108,8 +112,7 @@ _EXPLAINED = {
 TORCHVISION: Table = {
     **all_renamed(_RENAMED),
     **explained_by(_EXPLAINED),
-    "model": model,
-    "device": not_needed("stoker uses the GPUs that it finds"),
+    **{name: IMPORT_NAMES[name] for name in ("pretrained", "model", "device")},
     "lr": absolute_lr,
     "opt": _optimizer,
     "lr_scheduler": chosen(
@@ -129,7 +132,6 @@ TORCHVISION: Table = {
     "start_epoch": only(None, 0, because="not set", otherwise="a run starts at 0 or resumes"),
     "cache_dataset": not_needed("the index of the data is always kept"),
     "test_only": only(None, False, because="not set", otherwise="stoker eval CKPT"),
-    "pretrained": IMPORT_NAMES["pretrained"],
     "auto_augment": _policy,
     "augmix_severity": not_needed("only for augmix"),
     "amp": lambda value, _theirs: same(precision="16-mixed" if value else "32"),
@@ -139,7 +141,7 @@ TORCHVISION: Table = {
     "use_deterministic_algorithms": IMPORT_NAMES["deterministic"],
     "val_crop_size": _val_size,
     "val_resize_size": _val_resize,
-    "ra_sampler": _repeats,
+    "ra_sampler": lambda value, theirs: same(repeated_augmentation=theirs.get("ra_reps", default=3) if value else 1),
     "weights": only(None, because="random weights", otherwise="stoker starts from a file of yours: weights: FILE"),
     "backend": only(None, "pil", "PIL", "tensor", because="pixels are torchvision's", otherwise="see decoder"),
     "use_v2": not_needed("the same transforms"),

@@ -23,9 +23,8 @@ def register(app: typer.Typer) -> None:
 @group.command(epilog="Example: stoker config show configs/rsb_a2.yaml epochs=100 batch_size=128")
 def show(config: ConfigArgument, overrides: OverridesArgument = None, json: JsonOption = False) -> int:
     """Print every key with its value and origin, or every problem of the config."""
-    from stoker.config import config_values
+    from stoker.config import config_as_yaml, config_values
     from stoker.config.reading import load_for_command
-    from stoker.config.reference import config_with_origins
     from stoker.core.console import print_json, print_result, say_notes
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
@@ -43,7 +42,7 @@ def show(config: ConfigArgument, overrides: OverridesArgument = None, json: Json
             }
         )
         return 0
-    print_result(config_with_origins(resolved))
+    print_result(config_as_yaml(resolved.config, origins=resolved.origins).rstrip())
     say_notes(notes)
     return 0
 

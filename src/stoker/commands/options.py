@@ -24,11 +24,9 @@ Argument = partial(typer.Argument, show_default=False)
 Option = partial(typer.Option, show_default=False)
 """Their help says what the default means, where that is not obvious."""
 
-ConfigArgument = Annotated[
-    Path,
-    # The config reader has a better error for files that cannot be read.
-    Argument(metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml."),
-]
+# The config reader has a better error for files that cannot be read.
+CONFIG = Argument(metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml.")
+ConfigArgument = Annotated[Path, CONFIG]
 OverridesArgument = Annotated[
     list[str] | None, Argument(metavar="KEY=VALUE", help="Override keys of the config: lr=0.1 epochs=2.")
 ]

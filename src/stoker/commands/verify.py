@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.commands.options import Argument, JsonOption, OverridesArgument, let_threads_sleep, own_command
+from stoker.commands.options import CONFIG, JsonOption, OverridesArgument, let_threads_sleep, own_command
 from stoker.core.errors import EXIT_OK, UsageError
 
 
@@ -16,11 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
-    config: Annotated[
-        Path | None,
-        # The config reader has a better error for files that cannot be read.
-        Argument(metavar="CONFIG", readable=False, help="Config file, e.g. configs/demo.yaml."),
-    ] = None,
+    config: Annotated[Path | None, CONFIG] = None,
     overrides: OverridesArgument = None,
     skip: Annotated[
         list[str] | None, typer.Option("--skip", metavar="NAME", help="Leave out this check; can be repeated.")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from stoker.config.importing.names import NAMES
-from stoker.config.reading import Resolved
 from stoker.config.schema import ALIASES, GROUPS, SECTION_NAMES, Config, describe_type
 from stoker.config.yaml_file import parse_value
 from stoker.core.errors import UsageError, nearest
@@ -25,13 +24,16 @@ def config_values(config: Config) -> dict[str, Any]:
     return {name: values[name] for group in GROUPS for name in group.model_fields}
 
 
-def config_as_yaml(config: Config, header: str = "") -> str:
-    """The whole config as YAML, grouped by comments; loads back to the same config."""
+def config_as_yaml(config: Config, header: str = "", origins: Mapping[str, str] | None = None) -> str:
+    """The whole config as YAML, grouped by comments; loads back to the same config. With `origins`, each line says
+    where its value is from."""
     values = config_values(config)
     lines = [f"# {line}" for line in header.splitlines()]
     for group in GROUPS:
         lines += ["", f"# {(group.__doc__ or '').strip()}"]
-        lines += [f"{name}: {write_scalar(values[name])}" for name in group.model_fields]
+        for name in group.model_fields:
+            line = f"{name}: {write_scalar(values[name])}"
+            lines.append(line if origins is None else f"{line:<42} # {origins.get(name, 'default')}")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -115,18 +117,6 @@ def editor_schema() -> dict[str, Any]:
         "properties": {"base": base} | properties,
         "$defs": {"section": keys},
     }
-
-
-def config_with_origins(resolved: Resolved) -> str:
-    """Every key with its value and origin; the text is itself a valid config."""
-    values = config_values(resolved.config)
-    lines: list[str] = []
-    for group in GROUPS:
-        lines += ["", f"# {(group.__doc__ or '').strip()}"]
-        for name in group.model_fields:
-            line = f"{name}: {write_scalar(values[name])}"
-            lines.append(f"{line:<42} # {resolved.origins.get(name, 'default')}")
-    return "\n".join(lines).lstrip("\n")
 
 
 def key_reference(references: Iterable[KeyReference]) -> str:

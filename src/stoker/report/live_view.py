@@ -96,7 +96,9 @@ def frame_lines(run: Document) -> list[tuple[str, str]]:
 
 def status_line(run: Document) -> str:
     if is_tune(run):
-        return _tune_line(run)
+        last = run["steps"][-1] if run["steps"] else None
+        newest = "" if last is None else f", last: {_what(last)} {last['decision']}"
+        return _printable(f"{run['name']} {run['state']}: {_summary(run)}{newest}")
     figures = run["figures"]
     of = "" if figures["epochs_total"] is None else f" of {figures['epochs_total']}"
     parts = [
@@ -230,12 +232,6 @@ def _tune_lines(tune: Document) -> list[tuple[str, str]]:
     if tune["command"]:
         lines.append((f"  {tune['command']}", "cyan"))
     return [(_printable(text), style) for text, style in lines]
-
-
-def _tune_line(tune: Document) -> str:
-    last = tune["steps"][-1] if tune["steps"] else None
-    newest = "" if last is None else f", last: {_what(last)} {last['decision']}"
-    return _printable(f"{tune['name']} {tune['state']}: {_summary(tune)}{newest}")
 
 
 def _summary(tune: Document) -> str:

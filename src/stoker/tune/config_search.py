@@ -276,7 +276,7 @@ def _surroundings(opened: Opened, options: TuneOptions, packs: Packs | None) -> 
         splits = has_batch_norm(config)
     decoded_bytes = task_for(config).decoded_bytes(config)
     if decoded_bytes is not None:
-        # Of one rank and of the node's other ranks, which share a cache's size.
+        # All ranks of the node share one cache's size, and each decodes all volumes.
         decoded_bytes *= config.devices if isinstance(config.devices, int) else 1
     return Surroundings(
         config, opened.cpus, cuda=bool(opened.machine.accelerators), paced=paced,
@@ -396,7 +396,13 @@ class Packs:
         """The variants to try, the fastest in their trial first."""
         if len(self._variants.names) == 1:
             return list(self._variants.names)
-        _make_folder(self._folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                "destination-not-writable", f"{self._folder} cannot be made: {error.strerror or error}",
+                why="packs would be written there", hint=f"ls -ld {self._folder.parent}",
+            ) from None  # fmt: skip
         try:
             times = self._variants.trial(self._folder / ".stoker-tune-trial")
         except StokerError as error:
@@ -416,16 +422,6 @@ def _noted_names(journal: Journal, kind: str) -> list[str]:
     noted: dict[str, Any] = journal.noted(kind) or {}
     names = noted.get("names")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            "destination-not-writable", f"{folder} cannot be made: {error.strerror or error}",
-            why="packs would be written there", hint=f"ls -ld {folder.parent}",
-        ) from None  # fmt: skip
 
 
 def _remove_empty(folder: Path) -> None:

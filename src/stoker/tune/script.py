@@ -49,23 +49,21 @@ class Placeholder:
 @dataclass(frozen=True)
 class Template:
     words: tuple[str, ...]
-    places: tuple[Placeholder, ...]
+    places: dict[str, Placeholder]
 
     @property
     def start(self) -> Settings:
-        return {place.name: place.start for place in self.places}
-
-    def __getitem__(self, name: str) -> Placeholder:
-        return next(place for place in self.places if place.name == name)
-
-    def __contains__(self, name: str) -> bool:
-        return any(place.name == name for place in self.places)
+        return {name: place.start for name, place in self.places.items()}
 
     def filled(self, settings: Settings) -> list[str]:
         """The command with these values; a word that is nothing but an empty value is left out."""
+
+        def value(match: re.Match[str]) -> str:
+            return f"{{{match[1]}}}" if match[1] is not None else str(settings[_normal(match[2])])
+
         found = []
         for word in self.words:
-            text = _PLACE.sub(lambda match: _value(match, settings), word)
+            text = _PLACE.sub(value, word)
             if text or not _PLACE.fullmatch(word):
                 found.append(text)
         return found
@@ -80,15 +78,9 @@ class Template:
             f"{{{place.name}}} has no start value; starting from {place.start}"
             + (", DataLoader's default" if place.start == DATALOADER_DEFAULTS.get(place.name) else "")
             + f". If the script usually runs with another, write {{{place.name}=4}}"
-            for place in self.places
+            for place in self.places.values()
             if place.assumed
         ]
-
-
-def _value(match: re.Match[str], settings: Settings) -> str:
-    if match[1] is not None:
-        return f"{{{match[1]}}}"
-    return str(settings[_normal(match[2])])
 
 
 def _normal(name: str) -> str:
@@ -120,7 +112,7 @@ def read_template(words: Sequence[str]) -> Template:
             why="write each value that may be changed in braces, with the value to start from",
             hint=f"stoker tune -- {_example(words)}",
         )  # fmt: skip
-    return Template(tuple(words), tuple(_placeholder(name, texts, given) for name, texts in given.items()))
+    return Template(tuple(words), {name: _placeholder(name, texts, given) for name, texts in given.items()})
 
 
 def _example(words: Sequence[str]) -> str:

@@ -126,11 +126,11 @@ def _candidates(template: Template, state: State, cpus: int) -> Iterator[Candida
     model = loader_model(state)
     share = None if measured is None else measured.wait_share
     waits = share is None or share >= WAITS
-    if waits and "num_workers" in template:
+    if waits and "num_workers" in template.places:
         yield from _workers(template, state, model, cpus)
-    if waits and "prefetch_factor" in template:
-        yield from _prefetch(template["prefetch_factor"], state, model)
-    for place in template.places:
+    if waits and "prefetch_factor" in template.places:
+        yield from _prefetch(template.places["prefetch_factor"], state, model)
+    for place in template.places.values():
         if place.name == "batch_size" and place.values is None:
             yield from _batch_sizes(place, state)
         elif place.name not in ("num_workers", "prefetch_factor"):
@@ -138,7 +138,7 @@ def _candidates(template: Template, state: State, cpus: int) -> Iterator[Candida
 
 
 def _workers(template: Template, state: State, model: LoaderModel | None, cpus: int) -> Iterator[Candidate]:
-    place, now, observed = template["num_workers"], state.best["num_workers"], state.observed
+    place, now, observed = template.places["num_workers"], state.best["num_workers"], state.observed
     assert isinstance(now, int)
     if observed is not None and Facts(observed).takes_turns and place.values is None:
         return  # the workers wait for one another: more of them do not help
@@ -149,8 +149,8 @@ def _workers(template: Template, state: State, model: LoaderModel | None, cpus: 
     share = 0.0 if observed is None else observed.times.wait_share or 0.0
     waiting = f"{100 * share:.0f} % of a step is spent waiting for data" if observed is not None else "not measured yet"
     changed = any(count != state.original["num_workers"] for count in _values_seen("num_workers", state))
-    free = "prefetch_factor" in template and template["prefetch_factor"].values is None
-    prefetch = state.best["prefetch_factor"] if free else None
+    other = template.places.get("prefetch_factor")
+    prefetch = state.best["prefetch_factor"] if other is not None and other.values is None else None
     yield from worker_candidates(
         now, counts, cpus, model, waiting, changed=changed, prefetch=prefetch if isinstance(prefetch, int) else None
     )

@@ -35,12 +35,6 @@ def settings_text(change: Settings, before: Settings | None = None) -> str:
     return ", ".join(parts) if parts else "as it is"
 
 
-def running_text(number: int, change: Settings, role: str) -> str:
-    names = {"baseline": "the original", "best": "the best so far again", "whole": "the config as given"}
-    confirming = "confirming " if role == "confirmation" else ""
-    return f"trial {number}: {confirming}{names.get(role) or settings_text(change)}"
-
-
 def step_text(step: Step, unit: str) -> str:
     rates = [rate for run in step.measured if (rate := run.raw_samples_per_second) is not None]
     rate = sum(rates) / len(rates) if rates else None
@@ -169,7 +163,9 @@ class Live(Listener):
         self._stack.close()
 
     def trial_begins(self, number: int, change: Settings, role: str) -> None:
-        self.begin(running_text(number, change, role))
+        names = {"baseline": "the original", "best": "the best so far again", "whole": "the config as given"}
+        confirming = "confirming " if role == "confirmation" else ""
+        self.begin(f"trial {number}: {confirming}{names.get(role) or settings_text(change)}")
 
     def trial_ends(self) -> None:
         self.close()

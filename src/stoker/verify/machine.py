@@ -199,10 +199,7 @@ def check_wandb(subject: Subject) -> Finding | None:
     return passed("reachable, with a key", online=True)
 
 
-# Accelerators. What the driver knows comes from nvidia-smi; of a field that it does not know, nothing is concluded.
-
-if TYPE_CHECKING:
-    import torch
+# Accelerators. What the driver knows comes from nvidia-smi; nothing is concluded from a field that it does not know.
 
 TIMEOUT_S = 10.0
 SIDE = 1024
@@ -236,12 +233,8 @@ def check_gpus(subject: Subject) -> Finding:
         return unknown("nvidia-smi does not answer", "install NVIDIA's driver, or check it with: nvidia-smi")
     present = min(len(seen), subject.machine.accelerators or 0)
     names = sorted({str(gpu["name"]) for gpu in seen})
-    facts = {
-        "present": present,
-        "wanted": wanted,
-        "names": names,
-        "driver": seen[0]["driver_version"] if seen else None,
-    }
+    driver = seen[0]["driver_version"] if seen else None
+    facts = {"present": present, "wanted": wanted, "names": names, "driver": driver}
     if wanted > present:
         return failed(f"the config wants {wanted} GPUs, and {present} are here", f"devices={present}", **facts)
     if len(names) > 1 and wanted > 1:
@@ -250,7 +243,7 @@ def check_gpus(subject: Subject) -> Finding:
             "CUDA_VISIBLE_DEVICES= with GPUs of one kind",
             **facts,
         )
-    return passed(f"{wanted} of {present} {names[0]}, driver {facts['driver']}", **facts)
+    return passed(f"{wanted} of {present} {names[0]}, driver {driver}", **facts)
 
 
 def check_torch_sees_gpus(_subject: Subject) -> Finding:

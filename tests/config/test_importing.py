@@ -161,23 +161,21 @@ def assert_explained(imported: Imported, folder: Path) -> Config:
 # The first case study: every key and value of its 22 files, in files written anew.
 
 CASE_STUDY_VALUES: dict[str, list[Any]] = {
-    "data_root": ["/data/imagenet"], "num_workers": [8, 16, 24, 12, 2], "pin_memory": [True],
-    "persistent_workers": [True], "model_name": ["resnet50"], "pretrained": [False, True],
-    "num_classes": [1000, 100, 5, 10], "img_size": [224], "mean": [[0.485, 0.456, 0.406]],
-    "std": [[0.229, 0.224, 0.225]], "batch_size": [256, 128, 32], "epochs": [90, 10, 1, 20, 5, 600, 100, 300, 50],
-    "optimizer": ["sgd", "lamb"], "lr": [0.1, 0.05, 0.01, 0.5, 0.0001, 0.005, 0.357], "momentum": [0.9],
-    "weight_decay": [1e-4, 2e-5, 0.02], "lr_scheduler": ["cosine", "none", "constant"],
-    "warmup_epochs": [5, 2, 0, 1, 10], "precision": ["16-mixed", 32], "log_every_n_steps": [50, 100, 20, 10, 5],
-    "val_check_interval": [1.0, 0.5], "save_top_k": [3, 5, 2, 0, 1], "monitor": ["val/acc1"], "mode": ["max"],
-    "strategy": ["ddp", "auto"], "sync_batchnorm": [True, False], "random_crop": [True],
+    "data_root": ["/data/imagenet"], "num_workers": [8], "pin_memory": [True], "persistent_workers": [True],
+    "model_name": ["resnet50"], "pretrained": [False, True], "num_classes": [1000], "img_size": [224],
+    "mean": [[0.485, 0.456, 0.406]], "std": [[0.229, 0.224, 0.225]], "batch_size": [256], "epochs": [90, 10, 600, 300],
+    "optimizer": ["sgd", "lamb"], "lr": [0.1, 0.0001, 0.357], "momentum": [0.9], "weight_decay": [1e-4, 0.02],
+    "lr_scheduler": ["cosine", "none", "constant"], "warmup_epochs": [5, 0], "precision": ["16-mixed", 32],
+    "log_every_n_steps": [50], "val_check_interval": [1.0, 0.5], "save_top_k": [3, 0], "monitor": ["val/acc1"],
+    "mode": ["max"], "strategy": ["ddp", "auto"], "sync_batchnorm": [True, False], "random_crop": [True],
     "random_horizontal_flip": [True], "auto_augment": [None, "imagenet", "rand-m9-mstd0.5-inc1", "randaugment"],
-    "mixup_alpha": [0.0, 0.2, 0.3, 0.15], "cutmix_alpha": [0.0, 1.0], "label_smoothing": [0.0, 0.1], "seed": [42],
+    "mixup_alpha": [0.0, 0.2], "cutmix_alpha": [0.0, 1.0], "label_smoothing": [0.0, 0.1], "seed": [42],
     "deterministic": [False], "use_ema": [True, False], "ema_decay": [0.9999], "gradient_clip_val": [None, 1.0],
-    "prefetch_factor": [2, 4, 6, 3], "compile_model": [False, True], "max_epochs": [1, 20, 5, 600, 100, 300, 10, 50],
-    "devices": [1, 8], "max_classes": [100, 5, 10], "max_samples_per_class": [500, 50, 100], "subset_seed": [42],
-    "cosine_t_max": [290, None, 95, 295], "eta_min": [1e-6, None, 0.0], "random_erasing": [0.35, 0.25, 0.2],
-    "gradient_clip_algorithm": ["norm"], "accumulate_grad_batches": [2, 1], "checkpoint_dir": ["/mnt/checkpoints"],
-    "num_nodes": [1], "nesterov": [True], "accelerator": ["cpu", "gpu"],
+    "prefetch_factor": [2], "compile_model": [False, True], "max_epochs": [1, 600, 300, 10], "devices": [1, 8],
+    "max_classes": [100], "max_samples_per_class": [500], "subset_seed": [42], "cosine_t_max": [290, None, 95, 295],
+    "eta_min": [1e-6, None, 0.0], "random_erasing": [0.35], "gradient_clip_algorithm": ["norm"],
+    "accumulate_grad_batches": [2, 1], "checkpoint_dir": ["/mnt/checkpoints"], "num_nodes": [1], "nesterov": [True],
+    "accelerator": ["cpu", "gpu"],
 }  # fmt: skip
 
 

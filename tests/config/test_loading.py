@@ -201,7 +201,6 @@ def test_a_value_that_is_not_a_number_is_refused(key: str, value: str) -> None:
         ("pin_memory=maybe", "is not one of true, false"),
         ("patch_size=[1,2]", "must be [int, int, int]"),
         ("patch_size=72", "is not a list like [int, int, int]"),
-        ("cache_size=62", "has no unit"),
         ("rank_timeout=10", "has no unit"),
         ("rank_timeout=10 parsecs", "is not a unit of time"),
         ("run_name=../x", "starting with a letter or digit"),
@@ -218,7 +217,6 @@ def test_errors_for_wrong_values_say_what_is_allowed(override: str, expected: st
     ("override", "key", "value"),
     [
         ("lr=5e-3", "lr", 0.005),
-        ("lr=1", "lr", 1.0),
         ("precision=32", "precision", "32"),
         ("pin_memory=no", "pin_memory", False),
         ("pin_memory=on", "pin_memory", True),
@@ -226,7 +224,6 @@ def test_errors_for_wrong_values_say_what_is_allowed(override: str, expected: st
         ("patch_size=[72, 136, 136]", "patch_size", (72, 136, 136)),
         ("cache_dir=/tmp/x=y", "cache_dir", "/tmp/x=y"),
         ("lookahead=1.5GiB", "lookahead", 3 * 2**29),
-        ("rank_timeout=1h30m", "rank_timeout", 5400.0),
         ("rank_timeout=18 h", "rank_timeout", 64800.0),
         ("data_root=", "data_root", None),
         ("ema_decay=null", "ema_decay", None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from stoker.profile.observed import LoaderShape, LoopTimes, Observed, SlowSample
 from stoker.report.document import diagnosis_document
 from stoker.report.page import report_document, report_page
 from tests.doctor.checks.observations import healthy, starved
-from tests.support.browser import Page, browser_page
+from tests.support.browser import Page
 
 MORE = Prediction(
     "workers", "num_workers 2 -> 4", Estimate(1.6, 1.8, 2.0), Estimate(640, 720, 800), (("num_workers", 4),)
@@ -27,12 +26,6 @@ def seen() -> Diagnosis:
     slow = (SlowSample(f"class0/{EVIL}.jpg", 0.4, 0.005),)
     diagnosis = judge(starved(cpu=0.04, slow_samples=slow, epoch_starts_s=(2.0, 1.0)), (MORE,))
     return replace(diagnosis, confirmation=Confirmation(MORE, 700.0, 1.75))
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser_page(tmp_path_factory.mktemp("browser")) as found:
-        yield found
 
 
 def test_the_document_says_what_was_observed() -> None:

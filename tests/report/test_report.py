@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from stoker.profile.observed import Observed
 from stoker.report.document import Document, RunReader
 from stoker.report.page import embedded_json, report_document, report_page
 from stoker.run.lease import Lease, is_held
-from tests.support.browser import Page, browser_page
+from tests.support.browser import Page
 from tests.support.recorded_run import write_lines, write_run
 from tests.support.waiting import wait_until
 
@@ -51,12 +50,6 @@ def read(folder: Path) -> Document:
 def write_page(file: Path, *runs: Document) -> str:
     file.write_text(report_page(report_document(runs)), encoding="utf-8")
     return file.as_uri()
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser_page(tmp_path_factory.mktemp("browser")) as found:
-        yield found
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ class MadeUp:
 
     speed: Speed = rises_to_four
     noise: float = 0.005
-    seed: int = 0
     faults: dict[int, str] = field(default_factory=dict)
     bad: Callable[[Settings], str | None] = lambda _settings: None
     """How these settings always end, if they do not work."""
@@ -49,7 +48,7 @@ class MadeUp:
         result: Any = self.faults.get(len(self.ran)) or self.bad(settings)
         if result is not None and result != "different-training":
             return Measured(result, took_s=1.0, detail="made up")
-        rng = np.random.default_rng([self.seed, len(self.ran)])
+        rng = np.random.default_rng([0, len(self.ran)])
         rate = self.speed(settings) * float(np.exp(rng.normal(0, self.noise)))
         windows = tuple(rate * float(np.exp(rng.normal(0, self.noise / 2))) for _ in range(4))
         ledger = "other" if result == "different-training" else "same"

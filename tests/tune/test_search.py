@@ -44,10 +44,9 @@ def test_the_best_neighbour_is_found_and_confirmed_against_the_original() -> Non
     assert trier.ran[-2:] == [START, BEST]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_gain_inside_the_noise_is_not_a_gain(seed: int) -> None:
+def test_a_gain_inside_the_noise_is_not_a_gain() -> None:
     start = START | {"num_workers": 0}  # nothing is cheaper
-    outcome = tune(MadeUp(speed=lambda _settings: 100.0, noise=0.04, seed=seed), start)
+    outcome = tune(MadeUp(speed=lambda _settings: 100.0, noise=0.04), start)
     assert outcome.best == start
     assert not any(step.decision == "confirmed" for step in outcome.steps)
 
@@ -161,29 +160,20 @@ def test_what_the_plan_refuses_is_never_run() -> None:
     assert outcome.best["num_workers"] == 2
 
 
-def test_what_is_predicted_to_gain_nothing_is_skipped_with_the_reason() -> None:
-    def hopeless(state: State) -> Candidate | None:
-        return None if len(state.steps) > 1 else Candidate({"num_workers": 4}, "more", Estimate(0.95, 0.99, 1.02))
-
-    trier = MadeUp()
-    outcome = tune(trier, propose=hopeless)
-    assert len(trier.ran) == 2
-    assert outcome.steps[1].decision == "skipped"
-    assert "predicted to gain nothing" in outcome.steps[1].reason
-
-
 def test_with_time_left_it_comes_back_to_what_the_model_expected_nothing_of() -> None:
     def propose(state: State) -> Candidate | None:
         return None if len(state.steps) > 1 else Candidate({"num_workers": 4}, "more", Estimate(0.96, 1.0, 1.05))
 
     outcome = tune(MadeUp(speed=lambda settings: 106.0 if settings["num_workers"] == 4 else 100.0), propose=propose)
     assert [step.decision for step in outcome.steps] == ["baseline", "skipped", "kept", "confirmed"]
+    assert "predicted to gain nothing" in outcome.steps[1].reason
     assert outcome.steps[2].why == "more; again, as there is time"
     short = tune(MadeUp(), propose=propose, most_trials=7)
     assert [step.decision for step in short.steps] == ["baseline", "skipped"]
     # At the ceiling there is nothing to come back to.
     fast = tune(MadeUp(speed=lambda _settings: 100.0), propose=propose, ceiling=101.0)
     assert [step.decision for step in fast.steps] == ["baseline", "skipped"]
+    assert fast.stopped == "compute-bound"
 
 
 @dataclass
@@ -268,14 +258,6 @@ def test_the_number_of_trials_and_the_time_are_kept_to() -> None:
     assert short.stopped == "budget"
     assert short.took_s <= 12
     assert was_run(short.best, MadeUp(ran=[step.settings for step in short.steps if step.measured]))
-
-
-def test_a_loop_at_its_ceiling_is_compute_bound() -> None:
-    stops = lambda state: None if (state.share_of_ceiling or 0) >= 0.95 else neighbours(state)  # noqa: E731
-    outcome = tune(MadeUp(), START | {"num_workers": 4}, propose=stops, ceiling=455.0)
-    assert outcome.stopped == "compute-bound"
-    assert outcome.trials == 2
-    assert outcome.best["num_workers"] == 4
 
 
 def test_ctrl_c_returns_the_best_so_far_and_leaves_the_journal_open(tmp_path: Path) -> None:

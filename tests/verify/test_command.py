@@ -11,14 +11,9 @@ import pytest
 from stoker.cli import main
 from stoker.core.errors import Interrupted
 from stoker.verify.run_checks import all_checks
-from tests.support.tiny_training import write_config, write_images
+from tests.support.tiny_training import write_config
 
 FAIR = {"optimizer": "adamw", "lr": 0.001, "scale_lr": False}
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"), train=12, val=3)
 
 
 @pytest.fixture

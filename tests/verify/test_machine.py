@@ -20,14 +20,9 @@ from stoker.tasks.checks import Subject
 from stoker.verify.machine import judge_cores, judge_quota
 from stoker.verify.run_checks import run_checks
 from tests.support.subjects import HERE, check_named, subject_of
-from tests.support.tiny_training import write_config, write_images
+from tests.support.tiny_training import write_config
 
 BUDGETS = ("ram", "shared-memory", "disk", "open-files")
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"), train=4, val=2)
 
 
 @pytest.fixture

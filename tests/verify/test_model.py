@@ -19,14 +19,9 @@ from stoker.verify.model import CHECKS
 from stoker.verify.run_checks import run_checks
 from stoker.verify.trial import GroupFacts, Trial, WholeStep, try_run
 from tests.support.subjects import check_named, subject_of
-from tests.support.tiny_training import write_config, write_images
+from tests.support.tiny_training import write_config
 
 NAMES = [check.name for check in CHECKS if not check.deep]
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"), train=12, val=2)
 
 
 @pytest.fixture(scope="module")

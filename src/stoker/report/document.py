@@ -210,9 +210,7 @@ def _describe_events(events: Sequence[Record], unit: str) -> list[dict[str, Any]
     for event in events:
         name, details = event.get("event"), event_text(event, unit)
         if name != "checkpoint" and details is not None:
-            found.append(
-                {"event": clip(name), "step": rounded(number(event, "step")), "details": clip(details)}
-            )  # fmt: skip
+            found.append({"event": clip(name), "step": rounded(number(event, "step")), "details": clip(details)})
     return found[-SHOWN_EVENTS:]
 
 

@@ -59,6 +59,11 @@ def report_page(document: Document, *, live: bool = False) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         f"connect-src {allowed}; base-uri 'none'; form-action 'none'"
     )
+    # Not in the document, which --json prints and a live page fetches every second.
+    pictures = [
+        {"preview": picture_url(run["preview"]), "worst": picture_url((run.get("evaluation") or {}).get("picture"))}
+        for run in runs
+    ]
     parts = {
         "policy": html.escape(policy),
         "title": html.escape(title),
@@ -70,16 +75,7 @@ def report_page(document: Document, *, live: bool = False) -> str:
         "style": style,
         "script": script,
         "data": embedded_json(document),
-        # Not in the document, which --json prints and a live page fetches every second.
-        "pictures": embedded_json(
-            [
-                {
-                    "preview": picture_url(run["preview"]),
-                    "worst": picture_url((run.get("evaluation") or {}).get("picture")),
-                }
-                for run in runs
-            ]
-        ),
+        "pictures": embedded_json(pictures),
     }
     page = _part("report.html")
     # In one pass: placeholders in the data are not expanded.

@@ -179,18 +179,15 @@ def _source_row(record: Record) -> dict[str, Any]:
 
 def _changes(original: Record, best: Record, steps: Sequence[Record]) -> list[dict[str, Any]]:
     """The settings in which the best differs from the original, with what was decided when each was kept."""
-    found = []
     reasons = {pair["key"]: step["reason"] for step in steps if step["decision"] == "kept" for pair in step["change"]}
-    for key, value in list(best.items())[:SHOWN_KEYS]:
-        if key in original and original[key] == value:
-            continue
-        found.append(
-            {
-                "key": clip(key), "from": _shown(original.get(key)), "to": _shown(value),
-                "reason": reasons.get(clip(key), ""),
-            }
-        )  # fmt: skip
-    return found
+    changed = [key for key in list(best)[:SHOWN_KEYS] if key not in original or original[key] != best[key]]
+    return [
+        {
+            "key": clip(key), "from": _shown(original.get(key)), "to": _shown(best[key]),
+            "reason": reasons.get(clip(key), ""),
+        }
+        for key in changed
+    ]  # fmt: skip
 
 
 def _setup(begin: Record) -> dict[str, str]:

@@ -26,13 +26,9 @@ STOPPED = {
 }
 
 
-def settings_text(change: Settings, before: Settings | None = None) -> str:
-    """num_workers 2 -> 4, loader thread -> process"""
-    parts = []
-    for name, value in change.items():
-        was = None if before is None or name not in before else _value(name, before[name])
-        parts.append(f"{name} {_value(name, value)}" if was is None else f"{name} {was} -> {_value(name, value)}")
-    return ", ".join(parts) if parts else "as it is"
+def settings_text(change: Settings) -> str:
+    """num_workers 4, loader process"""
+    return ", ".join(f"{name} {_value(name, value)}" for name, value in change.items()) or "as it is"
 
 
 def step_text(step: Step, unit: str) -> str:
@@ -41,9 +37,7 @@ def step_text(step: Step, unit: str) -> str:
     speed = "" if rate is None else f"{rate_text(rate, unit)}, "
     what = "the original" if step.decision == "baseline" else settings_text(step.change)
     if step.decision in ("confirmed", "not confirmed"):
-        return (
-            f"{step.number:>3}  {step.decision}: {settings_text(step.change)}: {speed}{step.reason} over the original"
-        )
+        return f"{step.number:>3}  {step.decision}: {what}: {speed}{step.reason} over the original"
     reason = "" if step.decision == "baseline" and step.reason == "the original" else step.reason
     verdict = "" if step.decision == "baseline" else f" ({step.decision})"
     return f"{step.number:>3}  {what}: {speed}{reason}".rstrip(", ") + verdict
@@ -60,16 +54,11 @@ def outcome_text(outcome: Outcome, target: Path | None) -> str:
             changed.append((name, _value(name, outcome.original.get(name)), _value(name, value), gain))
     if changed:
         lines += ["", format_table(changed, ("key", "before", "after", "gain when changed"))]
-    lines += [
-        "",
-        f"{count(outcome.trials, 'trial')} in {clock(outcome.took_s)}; {STOPPED.get(outcome.stopped, outcome.stopped)}",
-    ]
+    stopped = STOPPED.get(outcome.stopped, outcome.stopped)
+    lines += ["", f"{count(outcome.trials, 'trial')} in {clock(outcome.took_s)}; {stopped}"]
     if outcome.ceiling and outcome.after:
-        lines.append(
-            f"{outcome.after / outcome.ceiling:.0%} of the ceiling, {rate_text(outcome.ceiling, unit)}".replace(
-                "%", " %"
-            )
-        )
+        share = f"{outcome.after / outcome.ceiling:.0%}".replace("%", " %")
+        lines.append(f"{share} of the ceiling, {rate_text(outcome.ceiling, unit)}")
     lines += _unseen(outcome)
     lines += _whole_run(facts)
     failures = [step for step in outcome.steps if any(run.result != "measured" for run in step.measured)]

@@ -189,12 +189,8 @@ def _data(subject: Subject, config: HostConfig, folder: Path) -> tuple[Any, Host
 @contextmanager
 def _running(config: HostConfig, data: Any, device: torch.device) -> Iterator[Run]:
     """The run that the config describes, closed at the end of the block."""
-    try:
+    with _naming_the_model(config):
         run = build_run(config, data, RunContext(Ranks(), device))
-    except StokerError:
-        raise
-    except Exception as error:
-        raise _does_not_run(config, error) from error
     try:
         yield run
     finally:
@@ -251,13 +247,9 @@ def _step(config: HostConfig, run: Run, saver: Saver) -> StepResult:
     run.step.model.train()
     batch = next(run.input.train_loader(progress.epoch).epoch(progress.epoch, progress.position))
     set_lr(run.step.optimizer, run.schedule.lr_at(progress.step))
-    try:
+    with _naming_the_model(config):
         part = pending(run, batch, progress.epoch, progress.step)
         result = run.step([part], progress.step, before_update=saver.wait_for_copy)
-    except StokerError:
-        raise
-    except Exception as error:
-        raise _does_not_run(config, error) from error
     run.scores.train_metrics.add_step(result)
     if run.ema is not None:
         run.ema.update()
@@ -284,8 +276,15 @@ def _resumed(
         return loss, differing
 
 
-def _does_not_run(config: HostConfig, error: Exception) -> UserError:
-    taken = task_for(config).step_input(config)
-    first = next(iter(str(error).splitlines()), type(error).__name__)
-    seen = f"{config.model} at {taken.size}: {type(error).__name__}: {first}"
-    return UserError("model-does-not-run", seen, hint=taken.fix)
+@contextmanager
+def _naming_the_model(config: HostConfig) -> Iterator[None]:
+    """Turns any error that is not ours into one that says which model, and on what."""
+    try:
+        yield
+    except StokerError:
+        raise
+    except Exception as error:
+        taken = task_for(config).step_input(config)
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        seen = f"{config.model} at {taken.size}: {type(error).__name__}: {first}"
+        raise UserError("model-does-not-run", seen, hint=taken.fix) from error

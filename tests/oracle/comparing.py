@@ -15,7 +15,7 @@ ROUNDING, ROUNDED_STEPS = 0.05, 12
 """How far losses may be apart on another kind of processor, relative to their size, and in how many steps. Without
 AVX the runs were 0.3 % apart in 12 steps, the demo 1.8 %, and then 18 %: rounding grows from step to step."""
 MOST_LINES = 60
-"""Of a diff that are shown."""
+"""Lines of a diff that are shown."""
 _VOXELS = re.compile(r" (labels|pixels)=\w+")
 _LOSS, _RATE = re.compile(r"(\S+/(?:loss|lr))=(\S+)"), re.compile(r"(\S+/lr)=(\S+)")
 

@@ -1,4 +1,4 @@
-"""What tuning is about: settings, what a trial of them measured, and what was decided; tune.jsonl holds the same."""
+"""Settings, what a trial of them measured, and what was decided: what a search works with, and tune.jsonl holds."""
 
 from __future__ import annotations
 

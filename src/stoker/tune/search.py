@@ -2,11 +2,11 @@
 
     baseline -> propose -> ask the model and the plan -> run in turns with the best -> keep or drop -> confirm
 
-Knows nothing of configs or scripts: `Trials` runs settings, `Choices` says what is worth a run and what not to run.
+Knows nothing about configs or scripts: `Trials` runs settings, `Choices` says what is worth a run and what not to run.
 Whatever a run ends with is a result. The same measurements lead to the same decisions, so a search that was killed
 resumes by taking its recorded runs instead of running them again (`Journal`).
 
-Where noise hides the answer, trials become longer rather than more, and open questions are asked again when nothing
+Where noise hides the answer, trials get longer, not more numerous, and open questions are asked again when nothing
 else is left: a search that ends early with '-5 % ± 23 %' has not found out anything.
 """
 

@@ -19,7 +19,7 @@ FOR_CONFIRMATION = 4
 WANTED_SPREAD = 0.015
 """Standard deviation of repeated runs: two runs then differ from two others by 3 % at most, by chance."""
 MOST_LONGER, WORTH_LONGER = 6.0, 1.5
-"""Factors of a trial's length. Noise that even six times the length does not average out changes too slowly."""
+"""Factors of a trial's length. Noise that is still there at six times the length changes too slowly to average out."""
 FLOOR = 0.02
 """A gain below this does not count, however quiet the machine: nobody would notice it."""
 LEAST_SPREAD = 0.005

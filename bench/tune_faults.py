@@ -24,10 +24,11 @@ from typing import Any
 from bench.tune_bed import Bed
 from stoker.profile.memory import tree_pids
 from stoker.tune.config_search import ConfigTrier
+from stoker.tune.objective import Objective
 from stoker.tune.records import Key, Measured, Outcome, Settings, key_of
 from stoker.tune.search import Choices, search
 from stoker.tune.space import proposer
-from stoker.tune.trials import Objective, Trials
+from stoker.tune.trials import Trials
 
 LEAST_PATIENCE_S = 15.0
 """For a trial that hangs; the product takes a multiple of what the first one took, at least half a minute."""

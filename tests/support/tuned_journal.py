@@ -6,9 +6,10 @@ from pathlib import Path
 
 from stoker.core.finding import Estimate
 from stoker.tune.journal import Journal
+from stoker.tune.objective import Objective
 from stoker.tune.records import Candidate, Measured, Outcome, Settings, State
 from stoker.tune.search import Choices, search
-from stoker.tune.trials import Objective, Trials
+from stoker.tune.trials import Trials
 
 EVIL = "</script><script>window.hacked=1</script>\x1b[2J"
 START: Settings = {"num_workers": 1, "prefetch_factor": 2, "decoder": "auto"}

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from stoker.tune.journal import Journal
+from stoker.tune.objective import Objective
 from stoker.tune.records import Candidate, Listener, Measured, Outcome, Settings, State, Trier, key_of
 from stoker.tune.search import Choices, search
-from stoker.tune.trials import MOST_TRIALS, Objective, Trials
+from stoker.tune.trials import MOST_TRIALS, Trials
 
 START: Settings = {"num_workers": 1, "loader": "thread", "prefetch_factor": 2}
 COUNTS = (0, 1, 2, 3, 4, 6, 8)

@@ -14,8 +14,9 @@ from stoker.profile.host import HostConfig, Machine, fit_to_machine
 from stoker.run.json_lines import read_records
 from stoker.tune.ablate import TOGETHER, Ablation, Contribution, ablate, sources_of
 from stoker.tune.journal import Journal
+from stoker.tune.objective import Objective
 from stoker.tune.records import Listener, Measured, Settings
-from stoker.tune.trials import Objective, Trials
+from stoker.tune.trials import Trials
 from tests.support.tiny_training import write_config, write_images
 
 

@@ -12,9 +12,10 @@ from stoker.core.finding import Estimate
 from stoker.run.json_lines import read_records
 from stoker.tune import trials
 from stoker.tune.journal import Journal
+from stoker.tune.objective import Objective
 from stoker.tune.records import Candidate, Measured, Outcome, Propose, Settings, State
 from stoker.tune.text import outcome_text
-from stoker.tune.trials import MOST_TRIALS, Objective, is_cheaper
+from stoker.tune.trials import MOST_TRIALS, is_cheaper
 from tests.tune.made_up import START, MadeUp, neighbours, rises_to_four, search_with, was_run
 
 BEST: Settings = {"num_workers": 4, "loader": "process", "prefetch_factor": 2}

@@ -23,9 +23,10 @@ from stoker.profile.host import HostConfig
 from stoker.tasks.base import task_for
 from stoker.tune.config_search import TuneOptions, open_config
 from stoker.tune.journal import open_journal
+from stoker.tune.objective import Objective
 from stoker.tune.records import Measured, Settings, Value, mean_rate
 from stoker.tune.text import rate_text, settings_text
-from stoker.tune.trials import FLOOR, Objective, Trials
+from stoker.tune.trials import FLOOR, Trials
 
 NAME = "ablate.jsonl"
 ROUNDS = 2
@@ -218,7 +219,7 @@ def ablate(
 def _contribution(
     source: Optimisation, trials: Trials, beside: Sequence[Measured], off: Sequence[Measured]
 ) -> Contribution:
-    found = trials.compare(beside, off)
+    found = trials.noise.compare(beside, off)
     if found is None:
         failed = next((run.result for run in off if run.result != "measured"), "")
         return Contribution(source, failure=failed)

@@ -25,12 +25,13 @@ from stoker.tasks.packing import RECORDS, check_destination, claim_destination
 from stoker.trial.fork_server import Ended, ForkServer, patience_after
 from stoker.trial.trial_server import observed_in, open_once, run_trial, trial_server
 from stoker.tune.journal import Journal, open_journal, outcome_record
+from stoker.tune.objective import Objective
 from stoker.tune.records import Fits, Goal, Measured, Outcome, Settings
 from stoker.tune.result import DEFAULT_NAME, check_target, journal_path, write_tuned
 from stoker.tune.search import Choices, search
 from stoker.tune.space import Surroundings, config_with, other_training, proposer, settings_of
 from stoker.tune.text import Live, outcome_text
-from stoker.tune.trials import Objective, Trials
+from stoker.tune.trials import Trials
 
 DEFAULT_BUDGET_S = 20 * 60.0
 DEFAULT_TRIAL_S = 6.0

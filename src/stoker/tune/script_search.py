@@ -19,12 +19,13 @@ from stoker.doctor.what_if import LoaderModel
 from stoker.profile.host import read_machine
 from stoker.tune.config_search import TuneOptions
 from stoker.tune.journal import open_journal, outcome_record
+from stoker.tune.objective import Objective
 from stoker.tune.records import Candidate, Measured, Outcome, Propose, State, Value, key_of
 from stoker.tune.script import CHANGES_TRAINING, Placeholder, ScriptTrier, Template, read_template, refuse_broken
 from stoker.tune.search import Choices, search
 from stoker.tune.space import WAITS, loader_model, prefetch_candidates, worker_candidates, worker_counts
 from stoker.tune.text import Live, outcome_text
-from stoker.tune.trials import Objective, Trials
+from stoker.tune.trials import Trials
 
 MOST_DOUBLINGS = 6
 JOURNAL = Path("tune.jsonl")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stoker.trial.ledger import STEP_KEYS
+from stoker.tune.objective import Objective
 from stoker.tune.records import (
     EXPECTED,
     Candidate,
@@ -34,7 +35,7 @@ from stoker.tune.records import (
     key_of,
     mean_rate,
 )
-from stoker.tune.trials import FLOOR, FOR_CONFIRMATION, SURE, Comparison, Objective, Trials, is_cheaper
+from stoker.tune.trials import FLOOR, FOR_CONFIRMATION, SURE, Comparison, Trials, is_cheaper
 
 CLEAR = math.log(1.2)
 """A gain from which one run is enough, if it is also twice the noise: the confirmation at the end would reveal a
@@ -149,7 +150,7 @@ class _Search:
     def _try(self, duel: _Duel) -> None:
         duel.mine = [self.trials.run(duel.settings, duel.candidate.change, "candidate")]
         duel.against = self.trials.good(self.best)[-2:]
-        seen = duel.seen = self.trials.compare(duel.mine, duel.against)
+        seen = duel.seen = self.trials.noise.compare(duel.mine, duel.against)
         if seen is not None:
             cheaper = is_cheaper(duel.settings, self.best)
             sure = seen.gain > max(CLEAR, 2 * seen.noise)
@@ -174,7 +175,7 @@ class _Search:
         between = [] if duel.other is None else [self.trials.run(duel.other, {}, other_role)]
         duel.mine.append(self.trials.run(duel.settings, duel.candidate.change, role))
         duel.against = [*duel.against[1 - len(duel.mine) :], *between]
-        duel.seen = self.trials.compare_turns(duel.settings, duel.mine, duel.against) or duel.seen
+        duel.seen = self.trials.noise.compare_turns(duel.settings, duel.mine, duel.against) or duel.seen
 
     def _judge(self, duel: _Duel) -> None:
         seen, failed = duel.seen, _failure_of(duel.mine)
@@ -232,7 +233,7 @@ class _Search:
                 self._turn(duel, "confirmation", "confirmation")
             seen, cheaper = duel.seen, is_cheaper(self.best, self.original)
             holds = seen is None or seen.is_gain or (cheaper and seen.gain >= 0)
-            holds = holds and bool(self.trials.scores(duel.mine))
+            holds = holds and bool(self.trials.noise.scores(duel.mine))
             failed = _failure_of([*duel.mine, *duel.against]) or "not measured"
             reason = "no trials were left for it" if not duel.mine else failed if seen is None else seen.words()
             self._record(duel, "confirmed" if holds else "not confirmed", reason)
@@ -246,7 +247,7 @@ class _Search:
         seen, rounds = duel.seen, len(duel.mine)
         if not self.trials.has_room(2) or rounds == MOST_ROUNDS:
             return False
-        if (seen is not None and seen.is_gain) or (duel.other is None and self.trials.scores(duel.mine)):
+        if (seen is not None and seen.is_gain) or (duel.other is None and self.trials.noise.scores(duel.mine)):
             return False
         return rounds < 2 or (seen is not None and seen.may_be_gain and self.trials.has_time(2))
 
@@ -306,7 +307,7 @@ class _Search:
             facts={
                 "objective": objective.goal, "confirmed": self.confirmed is not None,
                 # The gain that two runs against two others would show.
-                "smallest_gain": max(FLOOR, math.expm1(SURE * trials.spread())), "trial_s": trials.trial_s,
+                "smallest_gain": max(FLOOR, math.expm1(SURE * trials.noise.spread())), "trial_s": trials.trial_s,
                 "could_be_longer": trials.could_be_longer,
                 "budget_used": trials.spent_s / trials.budget_s if trials.budget_s > 0 else 1.0,
                 **objective.run_facts(before, after), **(facts or {}),

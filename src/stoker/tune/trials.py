@@ -1,16 +1,17 @@
-"""The trials of one search or ablation, run or taken from the journal; what a search maximises; and whether settings
-are faster than others, given how much repeated runs differ."""
+"""The trials of one search or ablation, run or taken from the journal; and whether settings are faster than others,
+given how much repeated runs differ."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stoker.tune.journal import Journal
-from stoker.tune.records import Goal, Key, Listener, Measured, Settings, Trier, key_of
+from stoker.tune.objective import Score
+from stoker.tune.records import Key, Listener, Measured, Settings, Trier, key_of
 
 MOST_TRIALS = 25
 """Runs of a process, including those of the original and of the confirmation."""
@@ -33,6 +34,9 @@ STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, SURE)
 of freedom."""
 
 
+TAKES_MEMORY = ("num_workers", "prefetch_factor", "lookahead")
+
+
 class Trials:
     def __init__(
         self, trier: Trier, score: Score, journal: Journal | None = None, tell: Listener | None = None, *,
@@ -43,17 +47,13 @@ class Trials:
         self.trial_s, self.budget_s = trial_s, budget_s
         self.runs: dict[Key, list[Measured]] = {}
         self.count = 0
-        self._trier, self._score, self._most, self._same_training = trier, score, most, same_training
+        self.noise = Noise(score)
+        self._trier, self._most, self._same_training = trier, most, same_training
         self._longest_trial_s = MOST_LONGER * trial_s
         self.off_budget_s = 0.0
         """Seconds spent on work that does not count, such as packing."""
         self._began_s = time.monotonic()
         self._took_s = self._longest_s = self._starting_s = 0.0
-        self._alike: dict[Key, list[Measured]] = {}
-        """Runs that took as long as trials take now: shorter ones differ more."""
-        self._turns: dict[Key, list[float]] = {}
-        """The log-ratios of such runs that alternated, by the settings that were compared."""
-        self._expected_spread = 0.0
         self._ledger: str | None = None
 
     def run(self, settings: Settings, change: Settings, role: str) -> Measured:
@@ -74,17 +74,12 @@ class Trials:
         self._took_s += measured.took_s
         self._longest_s = max(self._longest_s, measured.took_s)
         self._starting_s = max(self._starting_s, measured.took_s - self.trial_s)
-        for runs in (self.runs, self._alike):
+        for runs in (self.runs, self.noise.alike):
             runs.setdefault(key_of(settings), []).append(measured)
         return measured
 
     def good(self, settings: Settings) -> list[Measured]:
         return [run for run in self.runs.get(key_of(settings), []) if run.result == "measured"]
-
-    def scores(self, runs: Sequence[Measured]) -> list[float]:
-        return [score for run in runs if (score := self._score(run))]
-
-    # Time and number.
 
     @property
     def spent_s(self) -> float:
@@ -101,63 +96,6 @@ class Trials:
         """Whether there is time for this many runs, and for the confirmation."""
         return self.has_room(runs + FOR_CONFIRMATION) and self.has_time(runs + FOR_CONFIRMATION / 2)
 
-    # Noise.
-
-    def spread(self) -> float:
-        """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
-        single runs, whichever is larger. After trials were lengthened, the target until there are new runs.
-
-        Medians, so that one collapse of some settings does not hide all other gains.
-        """
-        apart: list[float] = []
-        within: list[float] = []
-        for runs in self._alike.values():
-            logs = self._logs(runs)
-            if len(logs) > 1:
-                middle, free = statistics.fmean(logs), len(logs) / (len(logs) - 1)
-                apart += [math.sqrt(free) * abs(value - middle) for value in logs]
-            for windows in (run.windows for run in runs if run.result == "measured" and len(run.windows) > 1):
-                mean = statistics.fmean(windows)
-                within += [_deviation(windows) / mean / math.sqrt(len(windows))] if mean > 0 else []
-        between = NORMAL_MEDIAN * statistics.median(apart) if apart else self._expected_spread
-        return max(LEAST_SPREAD, between, statistics.median(within) if within else 0.0)
-
-    def compare(self, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
-        """None if one of them has no good run."""
-        ours, theirs, spread = self._logs(mine), self._logs(against), self.spread()
-        if not ours or not theirs:
-            return None
-        error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
-        return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
-
-    def compare_turns(self, of: Settings, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
-        """The same, more exact for runs that alternated: a machine that gets slower and faster does so for both runs of
-        a turn, so their ratio varies less than their rates. How much ratios vary is known from the turns of all
-        candidates."""
-        seen, ours, theirs = self.compare(mine, against), self._logs(mine), self._logs(against)
-        if seen is None or len({len(ours), len(theirs), len(mine), len(against)}) != 1:
-            return seen
-        ratios = self._turns[key_of(of)] = [one - other for one, other in zip(ours, theirs, strict=True)]
-        apart = self._turn_spread()
-        if len(ratios) < 2 or apart is None:
-            return seen
-        error = max(apart[0], _deviation(ratios), LEAST_SPREAD) / math.sqrt(len(ratios))
-        sure = STUDENT[min(apart[1], len(STUDENT)) - 1]
-        return Comparison(statistics.fmean(ratios), min(seen.noise, sure * error))
-
-    def _turn_spread(self) -> tuple[float, int] | None:
-        """Standard deviation of the ratios of turns with the same settings, and the degrees of freedom that it comes
-        from; None if there are too few."""
-        groups = [group for group in self._turns.values() if len(group) > 1]
-        free = sum(len(group) - 1 for group in groups)
-        if free < 2:
-            return None
-        squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
-        return math.sqrt(squares / free), free
-
-    def _logs(self, runs: Sequence[Measured]) -> list[float]:
-        return [math.log(score) for score in self.scores(runs)]
-
     @property
     def could_be_longer(self) -> bool:
         return self.trial_s * WORTH_LONGER < self._longest_trial_s
@@ -166,67 +104,17 @@ class Trials:
         """Makes trials longer if repeated runs differ, as far as the budget allows for this many runs to come (default:
         all that are left); False if their length stays."""
         left = self._most - self.count
-        spread, turns = self.spread(), self._turn_spread()
+        spread, turns = self.noise.spread(), self.noise.turn_spread()
         if turns is not None:
             spread = min(spread, turns[0] / math.sqrt(2))  # of one run, without what both runs of a turn share
         room_s = (self.budget_s - self.spent_s) / max(1, left if runs is None else min(left, runs)) - self._starting_s
         longer_s = min(self.trial_s * (spread / WANTED_SPREAD) ** 2, self._longest_trial_s, room_s)
         if longer_s < WORTH_LONGER * self.trial_s:
             return False
-        self._expected_spread = spread * math.sqrt(self.trial_s / longer_s)
+        self.noise.lengthened(spread * math.sqrt(self.trial_s / longer_s))
         self.trial_s = longer_s
-        self._alike.clear()
-        self._turns.clear()
         self.tell.lengthened(longer_s, spread)
         return True
-
-
-Score = Callable[[Measured], float | None]
-"""The value that is maximised; None if the run does not have it."""
-
-TAKES_MEMORY = ("num_workers", "prefetch_factor", "lookahead")
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A goal, with what is needed to compute it from a trial."""
-
-    goal: Goal = "throughput"
-    epochs: int = 1
-    validates: bool = False
-    """Whether each epoch ends with a validation, whose loader has to start as well."""
-    price_per_hour: float | None = None
-
-    def score(self, measured: Measured) -> float | None:
-        """Larger is better; None if the trial failed."""
-        if self.goal == "throughput":
-            return measured.samples_per_second
-        seconds = self.epoch_s(measured) if self.goal == "epoch-time" else self.run_s(measured)
-        return 1 / seconds if seconds else None
-
-    def epoch_s(self, measured: Measured) -> float | None:
-        """One epoch with its first batch, and the start of validation; None if unknown."""
-        observed, samples = measured.observed, measured.epoch_samples
-        # Within an epoch, without the wait for its first batch.
-        rate = (observed and observed.images_per_second) or measured.samples_per_second
-        if measured.result != "measured" or not rate or not samples:
-            return None
-        starts = 2 if self.validates else 1
-        return samples / rate + starts * (measured.first_batch_s or 0.0)
-
-    def run_s(self, measured: Measured) -> float | None:
-        epoch_s = self.epoch_s(measured)
-        return None if epoch_s is None else (measured.start_s or 0.0) + self.epochs * epoch_s
-
-    def run_facts(self, before: Measured | None, after: Measured | None) -> dict[str, float | None]:
-        """Hours and money of the whole run, before and after."""
-        found: dict[str, float | None] = {}
-        for name, measured in (("before", before), ("after", after)):
-            seconds = None if measured is None else self.run_s(measured)
-            hours, price = None if seconds is None else seconds / 3600, self.price_per_hour
-            found[f"hours_{name}"] = hours
-            found[f"cost_{name}"] = None if hours is None or price is None else hours * price
-        return found
 
 
 @dataclass(frozen=True)
@@ -253,6 +141,81 @@ class Comparison:
     def words(self) -> str:
         """+38 % ± 4 %"""
         return f"{math.expm1(self.gain):+.0%} ± {math.expm1(self.noise):.0%}".replace("%", " %")
+
+
+class Noise:
+    """How much repeated runs differ, and whether some settings are faster than others in spite of it."""
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self.alike: dict[Key, list[Measured]] = {}
+        """Runs that took as long as trials take now: shorter ones differ more."""
+        self.turns: dict[Key, list[float]] = {}
+        """The log-ratios of such runs that alternated, by the settings that were compared."""
+        self.expected_spread = 0.0
+
+    def scores(self, runs: Sequence[Measured]) -> list[float]:
+        return [score for run in runs if (score := self._score(run))]
+
+    def lengthened(self, expected_spread: float) -> None:
+        self.expected_spread = expected_spread
+        self.alike.clear()
+        self.turns.clear()
+
+    def spread(self) -> float:
+        """Standard deviation between runs of the same settings, as a logarithm: from repeats, and from the windows of
+        single runs, whichever is larger. After trials were lengthened, the target until there are new runs.
+
+        Medians, so that one collapse of some settings does not hide all other gains.
+        """
+        apart: list[float] = []
+        within: list[float] = []
+        for runs in self.alike.values():
+            logs = self._logs(runs)
+            if len(logs) > 1:
+                middle, free = statistics.fmean(logs), len(logs) / (len(logs) - 1)
+                apart += [math.sqrt(free) * abs(value - middle) for value in logs]
+            for windows in (run.windows for run in runs if run.result == "measured" and len(run.windows) > 1):
+                mean = statistics.fmean(windows)
+                within += [_deviation(windows) / mean / math.sqrt(len(windows))] if mean > 0 else []
+        between = NORMAL_MEDIAN * statistics.median(apart) if apart else self.expected_spread
+        return max(LEAST_SPREAD, between, statistics.median(within) if within else 0.0)
+
+    def compare(self, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
+        """None if one of them has no good run."""
+        ours, theirs, spread = self._logs(mine), self._logs(against), self.spread()
+        if not ours or not theirs:
+            return None
+        error = math.hypot(*(max(spread, _deviation(logs)) / math.sqrt(len(logs)) for logs in (ours, theirs)))
+        return Comparison(statistics.fmean(ours) - statistics.fmean(theirs), SURE * error)
+
+    def compare_turns(self, of: Settings, mine: Sequence[Measured], against: Sequence[Measured]) -> Comparison | None:
+        """The same, more exact for runs that alternated: a machine that gets slower and faster does so for both runs of
+        a turn, so their ratio varies less than their rates. How much ratios vary is known from the turns of all
+        candidates."""
+        seen, ours, theirs = self.compare(mine, against), self._logs(mine), self._logs(against)
+        if seen is None or len({len(ours), len(theirs), len(mine), len(against)}) != 1:
+            return seen
+        ratios = self.turns[key_of(of)] = [one - other for one, other in zip(ours, theirs, strict=True)]
+        apart = self.turn_spread()
+        if len(ratios) < 2 or apart is None:
+            return seen
+        error = max(apart[0], _deviation(ratios), LEAST_SPREAD) / math.sqrt(len(ratios))
+        sure = STUDENT[min(apart[1], len(STUDENT)) - 1]
+        return Comparison(statistics.fmean(ratios), min(seen.noise, sure * error))
+
+    def turn_spread(self) -> tuple[float, int] | None:
+        """Standard deviation of the ratios of turns with the same settings, and the degrees of freedom that it comes
+        from; None if there are too few."""
+        groups = [group for group in self.turns.values() if len(group) > 1]
+        free = sum(len(group) - 1 for group in groups)
+        if free < 2:
+            return None
+        squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
+        return math.sqrt(squares / free), free
+
+    def _logs(self, runs: Sequence[Measured]) -> list[float]:
+        return [math.log(score) for score in self.scores(runs)]
 
 
 def is_cheaper(settings: Settings, than: Settings) -> bool:

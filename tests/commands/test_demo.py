@@ -16,7 +16,7 @@ from tests.conftest import PROJECT, Run
 
 @pytest.mark.parametrize("demo", [DIGITS, SCROLLS], ids=lambda demo: demo.folder)
 def test_the_packaged_config_is_the_one_in_configs(demo: Demo) -> None:
-    packaged, shown = (PROJECT / folder / demo.config_name for folder in ("src/stoker", "configs"))
+    packaged, shown = (PROJECT / folder / demo.config_name for folder in ("src/stoker/tasks", "configs"))
     assert packaged.read_text() == shown.read_text()
 
 

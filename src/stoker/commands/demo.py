@@ -76,7 +76,7 @@ def _prepare(demo: Demo, folder: Path) -> Path:
     """Writes the data and a config that names it below `folder`; any other command can use that config."""
     config, data = folder / demo.config_name, folder / demo.folder
     places = {"data_root": str(data), "runs_dir": str(folder / "runs")}
-    text = resources.files("stoker").joinpath(demo.config_name).read_text(encoding="utf-8")
+    text = resources.files("stoker.tasks").joinpath(demo.config_name).read_text(encoding="utf-8")
     try:
         if not data.exists():
             say(f"writing {demo.about} to {data}")

@@ -196,13 +196,6 @@ class Task(ABC):
         lines = describe_schedule(config, run.ranks, run.device, run.schedule.horizon)
         return "\n".join([f"{config.model}: {data.samples:,} training {self.items}", *lines])
 
-    def keep_preview(self, file: Path, config: HostConfig, data: Any, world: int, say: Say) -> None:
-        """Draws what the network of a run gets, into `file`; a run begins without it if that fails."""
-        if type(self).preview is not Task.preview:
-            from stoker.tasks.contact_sheet import keep_with_run
-
-            keep_with_run(self, file, config, data, world, say)
-
     # Measuring
 
     @abstractmethod

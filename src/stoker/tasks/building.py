@@ -18,9 +18,12 @@ from stoker.core.console import Say
 from stoker.core.errors import ConfigError
 from stoker.core.units import count
 from stoker.io.cache import CopyPlace, cache_place
-from stoker.loader.loader import LoaderOptions
+from stoker.io.stores import is_url
+from stoker.loader.loader import DEFAULT_PREFETCH, LoaderOptions, choose_engine
+from stoker.profile.clock_file import clock_header
+from stoker.profile.observed import AcceleratorFacts, LoaderShape
 from stoker.profile.step_clock import StepClock
-from stoker.tasks.base import metric_of
+from stoker.tasks.base import RunData, metric_of, task_for
 from stoker.train.checkpoint.weights import load_weights, open_source
 from stoker.train.compute import Compiled, Precision, choose_fastest_kernels, compute_dtype, set_matmul_precision
 from stoker.train.ema import WeightAverage
@@ -35,6 +38,7 @@ from stoker.train.step import Prepared, TraceableStep, TrainStep
 from stoker.train.transfers import Uploader, batches_in_hand, queue_of
 
 if TYPE_CHECKING:
+    from stoker.profile.host import HostConfig
     from stoker.tasks.staging import Staging
 
 
@@ -324,4 +328,47 @@ def loader_options(
         max_object_bytes=config.max_image_bytes,
         max_bad_fraction=config.max_bad_fraction,
         quarantine_file=quarantine_file,
+    )
+
+
+def loader_shape(config: HostConfig, samples: int, world: int = 1) -> LoaderShape:
+    """How one rank's training loader is set up; `samples` counts those of all ranks."""
+    workers = config.num_workers
+    engine = choose_engine(config.loader, workers, volumes=task_for(config).releases_gil)
+    processes = engine == "process" and workers > 0
+    start = "forkserver" if config.worker_start == "auto" else config.worker_start
+    return LoaderShape(
+        workers=workers,
+        prefetch=(config.prefetch_factor or DEFAULT_PREFETCH) if workers else None,
+        engine=engine if workers else "main",
+        start_method=start if processes else None,
+        # Threads are always kept from epoch to epoch.
+        persistent=config.persistent_workers if processes else None,
+        pin_memory=config.pin_memory,
+        batch_size=config.batch_size,
+        samples=samples // world,
+        threads_per_worker=1 if processes else None,
+    )
+
+
+def run_header(config: HostConfig, run: Run, data: RunData, cpus: int) -> dict[str, Any]:
+    """The first line of a run's clock file: how its loader, device and storage are set up."""
+    accelerator = None
+    if run.device.type == "cuda":
+        accelerator = AcceleratorFacts(name=torch.cuda.get_device_name(run.device), count=torch.cuda.device_count())
+    # What the loader may keep while it runs: decoded data, and bytes of an object store that each process has read
+    # ahead.
+    may_grow_bytes = task_for(config).kept_bytes(config)
+    if config.data_root is not None and is_url(config.data_root):
+        may_grow_bytes += config.lookahead * (1 + (config.num_workers if config.loader == "process" else 0))
+    return clock_header(
+        loader_shape(config, data.samples, run.ranks.world),
+        cpus=cpus,
+        world=run.ranks.world,
+        torch_version=torch.__version__,
+        device=run.device.type,
+        accelerator=accelerator,
+        storage=data.storage(),
+        convolves_3d=any(isinstance(module, nn.Conv3d) for module in run.model.modules()),
+        may_grow_bytes=may_grow_bytes,
     )

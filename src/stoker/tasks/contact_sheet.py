@@ -21,10 +21,10 @@ from torch import Tensor
 
 from stoker.core.console import Say
 from stoker.core.files import write_bytes
+from stoker.tasks.base import Task
 
 if TYPE_CHECKING:
     from stoker.profile.host import HostConfig
-    from stoker.tasks.base import Task
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 Box = tuple[int, int, int, int]
@@ -302,6 +302,8 @@ def keep_with_run(task: Task, file: Path, config: HostConfig, data: Any, world: 
     and then from the page cache. It takes a few tenths of a second, and if storage is slow, stops after the first
     samples. A picture is not worth a run: any error is reported, and the run begins without it.
     """
+    if type(task).preview is Task.preview:
+        return
     try:
         seen = task.preview(
             config, data, file.absolute().parent.name, world=world, patience_s=RUN_PATIENCE_S, largest=RUN_LARGEST_SIDE

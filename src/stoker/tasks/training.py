@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from stoker.run.folder import RunFolder, finished_lines, finished_summary, next_
 from stoker.run.metrics import MetricsFile, truncate_after
 from stoker.run.trackers import trackers_for
 from stoker.tasks.base import RunData, metric_of, task_for
-from stoker.tasks.building import RunContext
+from stoker.tasks.building import RunContext, run_header
+from stoker.tasks.contact_sheet import keep_with_run
 from stoker.train.checkpoint.branching import Start, begin, own_checkpoint
 from stoker.train.checkpoint.changes import (
     Contents,
@@ -33,12 +34,12 @@ from stoker.train.checkpoint.changes import (
     save_listings,
 )
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
-from stoker.train.checkpoint.restore import load_for_resume, resume
+from stoker.train.checkpoint.restore import Resumed, load_for_resume, resume
 from stoker.train.checkpoint.saver import Saver
 from stoker.train.loader_adjuster import LoaderAdjuster
 from stoker.train.loader_changes import Knob
 from stoker.train.loop import Run, train
-from stoker.train.observer import Observer, RunObserver, run_header
+from stoker.train.observer import Observer, RunObserver
 from stoker.train.progress_line import TrainProgress
 from stoker.train.ranks import Ranks, device_of, from_first, process_group
 from stoker.train.schedule import lr_warning
@@ -74,49 +75,35 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
     """
     config, folder, task = job.config, job.folder, task_for(job.config)
     say: Say = (lambda _text: None) if progress is None else progress.say
-    device, machine = _settle(job, ranks, say)
+    job, device = _settle(job, ranks, say)
     with progress_bar("listing", None) as advance:
         data = task.open_data(config, say, advance)
     if ranks.is_first:
         task.record_choice(config, data, folder, say)
+
     ranks = stack.enter_context(process_group(ranks, "nccl" if device.type == "cuda" else "gloo", config.rank_timeout))
     checkpoints = Checkpoints(folder.checkpoints, config.save_top_k, metric=metric_of(config_values(config)))
     # Read by one rank and sent to the others: they need not see its disk, and cannot find a different checkpoint.
-    found = from_first(
-        lambda: (
-            load_for_resume(checkpoints, job.checkpoint)
-            if job.start is None
-            else own_checkpoint(checkpoints, job.start)
-        ),
-        ranks,
-    )
+    found = from_first(lambda: _last_checkpoint(job, checkpoints), ranks)
     listings = task.listings(data)
     if found is not None:
         data = task.as_it_began(found, config, data, say)
+
     staging = task.open_staging(config, data, ranks, say)
     if staging is not None:
         stack.callback(staging.close)
     run = task.build_run(config, data, RunContext(ranks, device, say, folder.quarantine_file, staging))
     stack.callback(run.input.close)
     contents: Contents = {} if config.fast_dev_run else from_first(lambda: task.contents(config, data), ranks)
-    run = _completed(run, config, machine.cpus / _ranks_here(config, ranks), fingerprint(listings), contents)
-
-    if found is not None:
-        begun = _resume(job, run, found, listings, contents, say)
-    else:
-        if job.replan:
-            say("--replan: a new run, which begins with its own schedule")
-        begun = _Begun(run if job.start is None else begin(run, job.start, say))
+    run = _completed(job, run, fingerprint(listings), contents)
+    begun = _begin(job, run, say) if found is None else _resume(job, run, found, listings, contents, say)
     run = begun.run
     if run.progress.finished:
-        if not ranks.is_first:
-            return None
-        for line in finished_lines(folder, run.scores.metric, vars(run.progress)):
-            say(line)
-        return _summary(run, folder)
+        return _say_the_end(run, folder, say, trained=False) if ranks.is_first else None
+
     observer: Observer = Observer()
     if progress is not None:
-        observer = _open_observer(job, run, data, found, machine, progress)
+        observer = _open_observer(job, run, data, found, progress)
         stack.callback(observer.close)
         _announce(job, begun, data, listings, observer, say, is_new=found is None)
     saver = Saver(
@@ -124,7 +111,6 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
         every_steps=config.checkpoint_every_steps, every_s=config.checkpoint_every, say=say,
     )  # fmt: skip
     stack.callback(saver.close)
-
     # Everything is closed while signals are still handled: a second one must not cut that short.
     with run.stop.listening(), stack:
         try:
@@ -133,25 +119,19 @@ def train_here(job: TrainJob, ranks: Ranks, progress: TrainProgress | None, stac
                 staging.settle()
         except StokerError as error:
             raise _leaving(error, run, config, observer) from error.__cause__
-    if config.fast_dev_run:
-        steps = "1 training step" if run.progress.step == 1 else f"{run.progress.step} training steps"
-        say(f"fast_dev_run: {steps}{' and validation' if run.input.val_loader else ''} ran; nothing was kept")
-    elif ranks.is_first:
-        for line in next_lines(folder, run.scores.metric):
-            say(line)
-    return _summary(run, folder) if ranks.is_first else None
+    return _say_the_end(run, folder, say, trained=True) if ranks.is_first else None
 
 
-def _settle(job: TrainJob, ranks: Ranks, say: Say) -> tuple[torch.device, Machine]:
-    """Takes this rank's device and cores; returns the device, and the machine as this process may use it."""
+def _settle(job: TrainJob, ranks: Ranks, say: Say) -> tuple[TrainJob, torch.device]:
+    """Takes this rank's device and cores; the job then has the machine as this process may use it."""
     device, here = device_of(ranks), _ranks_here(job.config, ranks)
     # On a GPU, too: otherwise the few operators on the host would start as many threads in each rank as it has cores.
     torch.set_num_threads(max(1, job.machine.cpus // here))
     if device.type != "cuda" or job.config.numa_binding != "auto":
-        return device, job.machine
+        return job, device
     if (line := bind_rank(device.index, here).describe()) is not None:
         say(line)
-    return device, replace(job.machine, cpus=usable_cpus())
+    return replace(job, machine=replace(job.machine, cpus=usable_cpus())), device
 
 
 def _ranks_here(config: HostConfig, ranks: Ranks) -> int:
@@ -159,37 +139,40 @@ def _ranks_here(config: HostConfig, ranks: Ranks) -> int:
     return ranks.local_world or max(1, ranks.world // config.num_nodes)
 
 
-def _completed(run: Run, config: HostConfig, cores: float, samples: Any, contents: Contents) -> Run:
+def _last_checkpoint(job: TrainJob, checkpoints: Checkpoints) -> FoundCheckpoint | None:
+    if job.start is None:
+        return load_for_resume(checkpoints, job.checkpoint)
+    return own_checkpoint(checkpoints, job.start)
+
+
+def _completed(job: TrainJob, run: Run, samples: Any, contents: Contents) -> Run:
     """The run with what identifies its data, and with a loader that adjusts itself if the config wants that."""
     run = replace(run, record=replace(run.record, data={**run.record.data, "samples": samples, "contents": contents}))
-    if not config.adjust_loader:
+    if not job.config.adjust_loader:
         return run
-    chosen = frozenset(knob for key, knob in ADJUSTED.items() if key in config.model_fields_set)
-    adjuster = LoaderAdjuster(cores, fixed=chosen)
+    chosen = frozenset(knob for key, knob in ADJUSTED.items() if key in job.config.model_fields_set)
+    adjuster = LoaderAdjuster(job.machine.cpus / _ranks_here(job.config, run.ranks), fixed=chosen)
     return replace(run, input=replace(run.input, adjust_loader=adjuster.after_step))
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A run where it begins or continues, and what is to be reported about that."""
-
-    run: Run
-    events: tuple[tuple[str, dict[str, Any]], ...] = ()
-    changed: list[Difference] = field(default_factory=list)
-    """How the data differs from the checkpoint's."""
+def _begin(job: TrainJob, run: Run, say: Say) -> Resumed:
+    if job.replan:
+        say("--replan: a new run, which begins with its own schedule")
+    return Resumed(run if job.start is None else begin(run, job.start, say), ())
 
 
 def _resume(
     job: TrainJob, run: Run, found: FoundCheckpoint, listings: Listings, contents: Contents, say: Say
-) -> _Begun:
+) -> Resumed:
     for note in found.notes:
         say(f"warning: {note}")
     run, events = resume(run, found, say, replan=job.replan)
     if run.progress.finished:
-        return _Begun(run)
-    changed = _data_changes(job, found, listings, contents, say)
+        return Resumed(run, ())
+    if changed := _data_changes(job, found, listings, contents, say):
+        events = (("data_changed", {"changed": {one.part: one.as_event() for one in changed}}), *events)
     say(f"resuming from {found.path.name}: epoch {run.progress.epoch}, step {run.progress.step:,}")
-    return _Begun(run, events, changed)
+    return Resumed(run, events)
 
 
 def _data_changes(
@@ -209,7 +192,7 @@ def _data_changes(
 
 
 def _open_observer(
-    job: TrainJob, run: Run, data: RunData, found: FoundCheckpoint | None, machine: Machine, progress: TrainProgress
+    job: TrainJob, run: Run, data: RunData, found: FoundCheckpoint | None, progress: TrainProgress
 ) -> RunObserver:
     """Opens the run's files where its checkpoint left them: lines of later steps, from before a kill, are removed."""
     config, folder, task = job.config, job.folder, task_for(job.config)
@@ -219,10 +202,7 @@ def _open_observer(
     left = truncate_after(folder.metrics_file, saved["step"], saved["epoch"], say=progress.say)
     truncate_after(folder.clock_file, saved["step"], saved["epoch"], say=progress.say)
     resumed = found is not None or left > 0
-    header = run_header(
-        config, run, data.samples, data.storage(), cpus=machine.cpus, releases_gil=task.releases_gil,
-        kept_bytes=task.kept_bytes(config),
-    )  # fmt: skip
+    header = run_header(config, run, data, job.machine.cpus)
     observer = RunObserver(
         MetricsFile(folder.metrics_file),
         trackers_for(
@@ -245,25 +225,23 @@ def _open_observer(
 
 
 def _announce(
-    job: TrainJob, begun: _Begun, data: Any, listings: Listings, observer: RunObserver, say: Say, *, is_new: bool
+    job: TrainJob, begun: Resumed, data: Any, listings: Listings, observer: RunObserver, say: Say, *, is_new: bool
 ) -> None:
     """Writes down and says what is about to be trained."""
     config, folder, run, task = job.config, job.folder, begun.run, task_for(job.config)
-    if not config.fast_dev_run and (is_new or begun.changed or not folder.samples_file.exists()):
+    changed = any(name == "data_changed" for name, _ in begun.events)
+    if not config.fast_dev_run and (is_new or changed or not folder.samples_file.exists()):
         try:
             save_listings(folder.samples_file, listings)
         except OSError as error:
             say(f"warning: {folder.samples_file}: {error.strerror}; samples that change will not be named")
-    if begun.changed:
-        details = {"changed": {one.part: one.as_event() for one in begun.changed}}
-        observer.event("data_changed", run.progress.step, details)
     for name, details in begun.events:
         observer.event(name, run.progress.step, details)
     say(task.describe_run(config, run, data))
     if is_new:
         for line in () if config.fast_dev_run else job.look(data):
             say(f"warning: {line}")
-        task.keep_preview(folder.preview_file, config, data, run.ranks.world, say)
+        keep_with_run(task, folder.preview_file, config, data, run.ranks.world, say)
     warning = lr_warning(config.optimizer, run.schedule.peak_lr, run.schedule.total_batch)
     if warning:
         say(f"warning: {warning}")
@@ -277,7 +255,14 @@ def _leaving(error: StokerError, run: Run, config: HostConfig, observer: Observe
     return error
 
 
-def _summary(run: Run, folder: RunFolder) -> Summary:
-    found = finished_summary(folder, run.scores.metric, vars(run.progress)) | {"finished": run.progress.finished}
-    nothing_kept = run.record.config["fast_dev_run"]
-    return found | dict.fromkeys(("run_folder", "best_checkpoint", "checkpoints")) if nothing_kept else found
+def _say_the_end(run: Run, folder: RunFolder, say: Say, *, trained: bool) -> Summary:
+    """Says how the run ended and what to type next; returns its summary."""
+    metric, progress = run.scores.metric, run.progress
+    summary = finished_summary(folder, metric, vars(progress)) | {"finished": progress.finished}
+    if run.record.config["fast_dev_run"]:
+        steps = "1 training step" if progress.step == 1 else f"{progress.step} training steps"
+        say(f"fast_dev_run: {steps}{' and validation' if run.input.val_loader else ''} ran; nothing was kept")
+        return summary | dict.fromkeys(("run_folder", "best_checkpoint", "checkpoints"))
+    for line in next_lines(folder, metric) if trained else finished_lines(folder, metric, vars(progress)):
+        say(line)
+    return summary

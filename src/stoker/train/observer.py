@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import nn
-
-from stoker.io.stores import is_url
-from stoker.loader.loader import DEFAULT_PREFETCH, choose_engine
-from stoker.profile.clock_file import ClockFile, clock_header
-from stoker.profile.host import HostConfig
-from stoker.profile.observed import AcceleratorFacts, LoaderShape, StorageFacts
+from stoker.profile.clock_file import ClockFile
 from stoker.run.metrics import MetricsFile
 from stoker.run.trackers import Trackers
 from stoker.train.loader_changes import outcome_text
 from stoker.train.progress_line import TrainProgress
-
-if TYPE_CHECKING:
-    from stoker.train.loop import Run
 
 
 class Observer:
@@ -44,62 +34,6 @@ class Observer:
 
     def sync(self) -> None:
         """Called before a checkpoint is written, in the writer's thread: what it relies on must be on the disk."""
-
-
-def loader_shape(config: HostConfig, samples: int, world: int = 1, *, releases_gil: bool = False) -> LoaderShape:
-    """How one rank's training loader is set up; `samples` counts those of all ranks."""
-    workers = config.num_workers
-    engine = choose_engine(config.loader, workers, volumes=releases_gil)
-    processes = engine == "process" and workers > 0
-    start = "forkserver" if config.worker_start == "auto" else config.worker_start
-    return LoaderShape(
-        workers=workers,
-        prefetch=(config.prefetch_factor or DEFAULT_PREFETCH) if workers else None,
-        engine=engine if workers else "main",
-        start_method=start if processes else None,
-        # Threads are always kept from epoch to epoch.
-        persistent=config.persistent_workers if processes else None,
-        pin_memory=config.pin_memory,
-        batch_size=config.batch_size,
-        samples=samples // world,
-        threads_per_worker=1 if processes else None,
-    )
-
-
-def run_header(
-    config: HostConfig,
-    run: Run,
-    samples: int,
-    storage: StorageFacts | None,
-    *,
-    cpus: int,
-    releases_gil: bool = False,
-    kept_bytes: int = 0,
-) -> dict[str, Any]:
-    """The first line of a run's clock file: how its loader, device and storage are set up; `samples` are those of an
-    epoch. The last two are what the task says about its loader."""
-    accelerator = None
-    if run.device.type == "cuda":
-        accelerator = AcceleratorFacts(name=torch.cuda.get_device_name(run.device), count=torch.cuda.device_count())
-    return clock_header(
-        loader_shape(config, samples, run.ranks.world, releases_gil=releases_gil),
-        cpus=cpus,
-        world=run.ranks.world,
-        torch_version=torch.__version__,
-        device=run.device.type,
-        accelerator=accelerator,
-        storage=storage,
-        convolves_3d=any(isinstance(module, nn.Conv3d) for module in run.model.modules()),
-        may_grow_bytes=_may_grow_bytes(config, kept_bytes),
-    )
-
-
-def _may_grow_bytes(config: HostConfig, kept: int) -> int:
-    """What the loader may keep while it runs: decoded data, and bytes of an object store that each process has read
-    ahead."""
-    if config.data_root is None or not is_url(config.data_root):
-        return kept
-    return kept + config.lookahead * (1 + (config.num_workers if config.loader == "process" else 0))
 
 
 class RunObserver(Observer):

@@ -130,7 +130,7 @@ class TrainStep:
         if self._parameters[0].device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _gradients(self, batches: Sequence[Pending]) -> _Sums:
+    def _gradients(self, batches: Sequence[Pending]) -> _StepSums:
         total = sum(batch.samples for batch in batches)
         pieces = sum(-(-batch.samples // self.micro_batch) for batch in batches)
         # Several pieces add to gradients that already exist: with CUDA graphs, gradients made by the first piece would
@@ -140,7 +140,7 @@ class TrainStep:
             for parameter in self._parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        sums, done = _Sums(self._parameters[0].device), 0
+        sums, done = _StepSums(self._parameters[0].device), 0
         for batch in batches:
             for piece in _pieces(batch.prepare(), self.micro_batch):
                 done += 1
@@ -148,7 +148,7 @@ class TrainStep:
             del piece  # before the next batch is prepared, not after
         return sums
 
-    def _add_piece(self, piece: Prepared, share: float, sums: _Sums, *, last: bool) -> None:
+    def _add_piece(self, piece: Prepared, share: float, sums: _StepSums, *, last: bool) -> None:
         """Adds the gradients of one piece. Nothing of its forward pass is alive afterwards: with CUDA graphs, the next
         forward pass overwrites it."""
         model: Any = self.model
@@ -163,7 +163,7 @@ class TrainStep:
             weight = (loss.detach() * 0).add_(1)
             self.precision.scaler.scale(loss).backward(weight)  # type: ignore[no-untyped-call]
 
-    def _update(self, sums: _Sums, before_update: Callable[[], None]) -> StepResult:
+    def _update(self, sums: _StepSums, before_update: Callable[[], None]) -> StepResult:
         if self._guarded:
             self._guarded -= 1
             self._average_gradients()
@@ -238,7 +238,7 @@ class TrainStep:
         )
 
 
-class _Sums:
+class _StepSums:
     """Loss and hits of a step's pieces."""
 
     def __init__(self, device: torch.device) -> None:

@@ -23,9 +23,9 @@ from stoker.profile.clock_file import HEADER, clock_header, interval_record
 from stoker.profile.host import HostConfig, HostWatch, allowed_cores
 from stoker.profile.step_clock import Interval, StepClock
 from stoker.tasks.base import task_for
-from stoker.tasks.building import RunContext
+from stoker.tasks.building import RunContext, loader_shape, run_header
 from stoker.train.loop import Run, pending, train
-from stoker.train.observer import Observer, loader_shape, run_header
+from stoker.train.observer import Observer
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import Progress
 from stoker.train.step import Prepared
@@ -131,7 +131,7 @@ def _feed_at_pace(
     finally:
         loader.close()
     header = clock_header(
-        loader_shape(config, data.samples, releases_gil=task.releases_gil),
+        loader_shape(config, data.samples),
         cpus=job["cpus"], world=1,
         torch_version=torch.__version__, device="paced", storage=data.storage(), convolves_3d=task.convolves_3d,
     )  # fmt: skip
@@ -205,12 +205,7 @@ def _endless_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
         progress=Progress(epoch=config.epochs - 1),
         schedule=replace(run.schedule, horizon=replace(run.schedule.horizon, epochs=ENDLESS), peak_lr=0.0),
     )
-    task = task_for(config)
-    header = run_header(
-        config, run, data.samples, data.storage(), cpus=job["cpus"], releases_gil=task.releases_gil,
-        kept_bytes=task.kept_bytes(config),
-    )  # fmt: skip
-    return run, header
+    return run, run_header(config, run, data, job["cpus"])
 
 
 def train_for(

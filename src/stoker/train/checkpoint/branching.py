@@ -75,7 +75,7 @@ class BranchedFrom:
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _FirstState:
     """What the first rank read, for all ranks."""
 
     model: dict[str, Any]
@@ -159,7 +159,7 @@ def begin(run: Run, start: Start, say: Say) -> Run:
     return replace(run, record=replace(run.record, branched_from=asdict(begun.record)))
 
 
-def _read(run: Run, start: Start) -> _Begun:
+def _read(run: Run, start: Start) -> _FirstState:
     lines: list[str] = []
     file, state = open_source(start.path, lines.append)
     differ = _other_optimizer(run, file, state)
@@ -188,7 +188,7 @@ def _read(run: Run, start: Start) -> _Begun:
         bytes=file.path.stat().st_size, xxh3_128=file_hash(file.path), weights="ema" if report.averaged else "raw",
         optimizer_kept=kept, new=report.skipped,
     )  # fmt: skip
-    return _Begun(
+    return _FirstState(
         model={name: value.cpu() for name, value in run.model.state_dict().items()},
         optimizer=optimizer,
         record=record,

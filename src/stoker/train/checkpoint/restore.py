@@ -84,11 +84,11 @@ def load_for_resume(checkpoints: Checkpoints, explicit: Path | None) -> FoundChe
 
 
 class Resumed(NamedTuple):
-    """A run that continues from a checkpoint."""
+    """A run where it continues, or begins."""
 
     run: Run
     events: tuple[tuple[str, dict[str, Any]], ...]
-    """What metrics.jsonl should say about settings that differ from the checkpoint's: name and details."""
+    """What metrics.jsonl should say about differences from the checkpoint: name and details."""
 
 
 def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) -> Resumed:

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from bench.rounds import keep
 from bench.vram_networks import DilatedFcn, nnunet, planned_patch
+from stoker.config import Config
 from stoker.plan.tracing import Trace, trace_step
 from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, plain_peak, replay, trace_vram
 from stoker.tasks.images.models import build_model, cross_entropy
@@ -77,7 +78,7 @@ def optimizer_of(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
         return lambda model: torch.optim.SGD(
             model.parameters(), lr=0.01, momentum=0.99, nesterov=True, weight_decay=3e-5, foreach=True
         )
-    return lambda model: build_optimizer(model, name, 0.1)
+    return lambda model: build_optimizer(Config(optimizer=name, weight_decay=0.0), model, 0.1)
 
 
 def step_of(row: dict[str, Any]) -> TraceableStep:
@@ -158,7 +159,7 @@ def against_published(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def cpu_step(model: str, batch: int) -> TraceableStep:
     return TraceableStep(
         build_model=lambda: build_model(model, 1000),
-        build_optimizer=lambda network: build_optimizer(network, "sgd", 0.1),
+        build_optimizer=lambda network: build_optimizer(Config(optimizer="sgd", weight_decay=0.0), network, 0.1),
         loss=cross_entropy,
         make_batch=plain_batch((3, 224, 224), num_classes=1000),
         batch_size=batch,

@@ -63,4 +63,5 @@ def test_any_integer_is_a_seed_without_warnings() -> None:
 @pytest.mark.parametrize("a", [0, 1, 2**31, 2**63 - 1, 2**64 - 1, -1])
 @pytest.mark.parametrize("b", [0, 7, 2**63, -5])
 def test_plain_numbers_are_mixed_as_arrays_are(a: int, b: int) -> None:
-    assert mix_numbers(a, b) == int(mix(a, b))
+    array, number = np.array([a % 2**64], np.uint64), mix_numbers(a, b)
+    assert number == int(mix(a, b)) == int(mix(array, b)[0]) == int(mix(a, np.array([b % 2**64], np.uint64))[0])

@@ -11,8 +11,8 @@ from torch import nn
 from stoker.plan.tracing import CannotTrace, Trace, cuda_autocast_rules, trace_step
 from stoker.plan.vram import largest_that_fits, plain_peak, trace_batches
 from stoker.tasks.images.models import build_model, cross_entropy
-from stoker.train.optimizers import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch
+from tests.support.optimizers import build_optimizer
 
 RESNET50_PARAMETERS = 25_557_032
 # Published as 4.09 GMAC; counted here from the shapes of its layers.

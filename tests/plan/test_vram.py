@@ -24,8 +24,8 @@ from stoker.plan.vram import (
 )
 from stoker.tasks.images.classify import traceable_step
 from stoker.tasks.images.models import build_model, cross_entropy
-from stoker.train.optimizers import build_optimizer
 from stoker.train.step import TraceableStep, plain_batch
+from tests.support.optimizers import build_optimizer
 
 MB = 1 << 20
 

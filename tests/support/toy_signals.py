@@ -122,7 +122,7 @@ class Signals(Task):
     def build_run(self, config: Any, data: SignalData, context: building.RunContext) -> Run:
         building.ready_device(config, context.device)
         model = build_network(len(data.classes), config.seed).to(context.device)
-        load, plans = partial(open_loader, config, context.ranks), (data, data.val)
+        load, plans = partial(open_loader, config, context.ranks), (lambda _epoch: data, data.val)
         return building.assemble_run(
             config, context, model=model, scoring=building.ClassScoring(context.device), val_loss=cross_entropy,
             step=building.train_step(config, model, cross_entropy, context),

@@ -12,8 +12,9 @@ import torch
 from timm.optim import Lamb as TimmLamb
 from torch import Tensor, nn
 
-from stoker.train.optimizers import Lamb, build_optimizer, parameter_groups
+from stoker.train.optimizers import Lamb, parameter_groups
 from tests.support.operators import counted
+from tests.support.optimizers import build_optimizer
 
 MOST_KERNELS = 60
 UPDATES = 25

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.config import Config, load_config
-from stoker.tasks.building import optimizer_for
 from stoker.tasks.device_copies import kept_on
 from stoker.tasks.images.augment import operations, pipeline
 from stoker.tasks.images.augment.pipeline import TrainAugment, build_train_augment
@@ -23,6 +22,7 @@ from stoker.tasks.images.models import build_loss, build_model
 from stoker.train.compute import Precision
 from stoker.train.ema import WeightAverage
 from stoker.train.evaluate import Accumulator
+from stoker.train.optimizers import build_optimizer
 from stoker.train.ranks import Ranks
 from stoker.train.step import Pending, TrainStep
 from stoker.train.transfers import Uploader
@@ -55,7 +55,7 @@ class Parts:
         self.augment: TrainAugment = build_train_augment(config, CLASSES)
         self.uploader = Uploader(queue)
         self.step = TrainStep(
-            model, optimizer_for(config, model, 0.1), build_loss(config),
+            model, build_optimizer(config, model, 0.1), build_loss(config),
             Precision(config.precision, torch.device(device)), Ranks(), micro_batch=SAMPLES // 2,
             clip_grad_norm=config.clip_grad_norm, seed=0, say=lambda _text: None,
         )  # fmt: skip

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.train.optimizers import build_optimizer, parameter_groups
+from stoker.train.optimizers import parameter_groups
+from tests.support.optimizers import build_optimizer
 
 NAMES = ("sgd", "adamw", "lamb")
 

@@ -26,7 +26,7 @@ from stoker.train.progress_line import TrainProgress
 progress = TrainProgress(TrainLog(Path(sys.argv[1])))
 progress.epoch_begins(1, 40)
 for step in range(41, 81):
-    progress.step(step, lambda: 6.9, {"wait_share": 0.03})
+    progress.step(step, 6.9, lambda: {"wait_share": 0.03})
     time.sleep(0.01)
     if step == 60:
         time.sleep(0.15)
@@ -105,16 +105,16 @@ def test_lines_come_by_the_clock_and_the_log_has_them_at_once(tmp_path: Path, mo
     progress.epoch_begins(0, 1000, done=100)
     asked = 0
 
-    def loss() -> float:
+    def extra() -> dict[str, float | None]:
         nonlocal asked
         asked += 1
-        return 1.5
+        return {"wait_share": 0.5, "train/acc1": None}
 
     for step in range(101, 111):
-        progress.step(step, loss, lambda: {"wait_share": 0.5, "train/acc1": None})
+        progress.step(step, 1.5, extra)
     assert (stream.getvalue(), asked) == ("", 0)
     now_s += 0.55
-    progress.step(111, loss, lambda: {"wait_share": 0.5, "train/acc1": None})
+    progress.step(111, 1.5, extra)
     assert asked == 1
     assert re.fullmatch(
         r"Epoch 0:  11%\|█\| 111/1000 \[00:\d\d<.*, 20\.00it/s, train/loss=1.5, wait=50%\]\n", stream.getvalue()
@@ -129,8 +129,8 @@ def test_a_closed_pipe_does_not_stop_training(tmp_path: Path) -> None:
     with os.fdopen(theirs, "w", closefd=False) as stream:
         progress = TrainProgress(log, stream, line_every_s=0)
         progress.epoch_begins(0, 2)
-        progress.step(1)
-        progress.step(2)
+        progress.step(1, 1.0)
+        progress.step(2, 1.0)
         progress.epoch_ends({"train/loss": 1.0})
         progress.close()
         os.dup2(os.open(os.devnull, os.O_WRONLY), theirs)  # so that the rest of the buffer can be flushed

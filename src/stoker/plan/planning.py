@@ -44,7 +44,7 @@ from stoker.profile.mounts import find_local_disk
 from stoker.run.folder import run_folder_for
 from stoker.tasks.base import task_for
 from stoker.tasks.building import trial_run
-from stoker.tasks.plan_facts import ForwardCost, StepCost
+from stoker.tasks.plan_facts import ForwardCost, StepCost, loader_memory
 
 TRIAL_S = 3.0
 MOST_BATCH = 64
@@ -258,7 +258,7 @@ def _measured(config: HostConfig, hardware: Hardware, wanted: WantedMachine) -> 
     if not wanted.measure:
         return MeasuredHere(STATED, None, others)
     with progress_bar("measuring the loader", None):
-        return MeasuredHere(task_for(config).loader_memory(), samples_per_core_second(config), others)
+        return MeasuredHere(loader_memory(), samples_per_core_second(config), others)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

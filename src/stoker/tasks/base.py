@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stoker.loader.loader import BatchLoader, LoaderSpeed
-    from stoker.loader.loader_memory import LoaderMemory
     from stoker.profile.host import HostConfig
     from stoker.run.folder import RunFolder
     from stoker.tasks.building import RunContext
@@ -307,13 +306,6 @@ class Task(ABC):
         from stoker.tasks.building import updates_per_epoch
 
         return None if samples is None else updates_per_epoch(config, samples, world)
-
-    def loader_memory(self) -> LoaderMemory:
-        """What the parts of a loader take on this machine. Processes and batches take the same for any kind of data, so
-        it is measured once, with images."""
-        from stoker.tasks.images.memory_trial import measure_loader_memory
-
-        return measure_loader_memory()
 
     def plan_part(self, config: Config, facts: Any, costs: StepCosts) -> PlanPart | None:
         """What only a plan of this task has."""

@@ -138,7 +138,7 @@ def train_step(
     """The step that updates a model on its device."""
     ranks = context.ranks
     return TrainStep(
-        for_computing(config, model, context), optimizer_for(config, model, peak_lr_of(config, ranks)), loss,
+        for_computing(config, model, context), build_optimizer(config, model, peak_lr_of(config, ranks)), loss,
         Precision(config.precision, context.device), ranks, micro_batch=config.batch_size,
         clip_grad_norm=config.clip_grad_norm, seed=config.seed, say=context.say,
     )  # fmt: skip
@@ -148,25 +148,25 @@ def input_pipeline(
     config: Config,
     context: RunContext,
     open_loader: Callable[[Any, int], Any],
-    plans: tuple[Any, Any],
+    plans: tuple[Callable[[int], Any], Any],
     prepare: Callable[..., Prepared],
     prepare_val: Callable[..., Prepared],
     name_samples: Callable[[Sequence[int]], list[str]],
-    plan_of: Callable[[int], Any] | None = None,
 ) -> InputPipeline:
-    """Loaders of the two plans, the second of which may be None, as they feed a device. `open_loader` gets a plan and
-    how many of its batches the loop holds; what prepares a batch gets a function that copies to the device, the batch
-    and, for training, its place: epoch, step, number within the step. `plan_of` gives the training plan of an epoch, if
-    that changes; a new one replaces the loader."""
+    """The loaders of a run, as they feed a device. `plans` are the training plan of an epoch, of which a new one
+    replaces the loader, and that of validation or None. `open_loader` gets a plan and how many of its batches the loop
+    holds; what prepares a batch gets a function that copies to the device, the batch and, for training, its place:
+    epoch, step, number within the step."""
     uploader = Uploader(queue_of(context.device))
-    now, val = plans
+    plan_of, val = plans
+    now = plan_of(0)
     # Validation's batches are copied ahead of the model, too.
     held, val_held = (batches_in_hand(n, on_gpu=uploader.queue is not None) for n in (config.gradient_accumulation, 1))
     loader, val_loader = open_loader(now, held), None if val is None else open_loader(val, val_held)
 
     def train_loader(epoch: int) -> Any:
         nonlocal now, loader
-        if plan_of is not None and (plan := plan_of(epoch)) is not now:
+        if (plan := plan_of(epoch)) is not now:
             loader.close()
             now, loader = plan, open_loader(plan, held)
         return loader
@@ -240,7 +240,7 @@ def traceable_step(
 ) -> TraceableStep:
     """The step that the config describes, for a plan to trace."""
     return TraceableStep(
-        build_model=build_model, build_optimizer=partial(optimizer_for, config, lr=config.lr), loss=loss,
+        build_model=build_model, build_optimizer=partial(build_optimizer, config, lr=config.lr), loss=loss,
         make_batch=make_batch, batch_size=config.batch_size, precision=config.precision, ema_decay=config.ema_decay,
         accumulation=config.gradient_accumulation, clip_grad_norm=config.clip_grad_norm, checkpointed=checkpointed,
     )  # fmt: skip
@@ -258,14 +258,6 @@ def describe_schedule(config: Config, ranks: Ranks, device: torch.device, horizo
         f"learning rate {peak_lr_of(config, ranks):g}{scaled}, {config.optimizer}, {config.lr_scheduler}",
         f"{device.type}, precision {config.precision}" + (", compiled" if config.compile_model else ""),
     ]
-
-
-def optimizer_for(config: Config, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer that the config describes; the model has to be on its device already."""
-    return build_optimizer(
-        model, config.optimizer, lr, momentum=config.momentum, nesterov=config.nesterov, betas=config.betas,
-        weight_decay=config.weight_decay, decay_bias_and_norm=config.decay_bias_and_norm,
-    )  # fmt: skip
 
 
 def for_computing(config: Config, model: nn.Module, context: RunContext) -> nn.Module:

@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from stoker.config import Config
     from stoker.core.finding import Finding
+    from stoker.loader.loader_memory import LoaderMemory
+
+
+def loader_memory() -> LoaderMemory:
+    """What the parts of a loader take on this machine. Processes and batches take the same for any kind of data, so it
+    is measured once, with images."""
+    from stoker.tasks.images.memory_trial import measure_loader_memory
+
+    return measure_loader_memory()
 
 
 @dataclass(frozen=True)

@@ -314,14 +314,12 @@ class PrefetchGuard:
         clock: Callable[[], float] = time.monotonic,
         every_s: float = CHECK_EVERY_S,
         settle_s: float = SETTLE_S,
-        grow_after_s: float = GROW_AFTER_S,
     ) -> None:
         self._say = say
         self._read = read
         self._clock = clock
         self._every_s = every_s
         self._settle_s = settle_s
-        self._grow_after_s = grow_after_s
         self._loader: BatchLoader[Any] | None = None
         self._levels: list[int] = []
         self._level = 0
@@ -380,7 +378,7 @@ class PrefetchGuard:
             return
         if self._calm_since is None:
             self._calm_since = now
-        if now - self._calm_since >= self._grow_after_s:
+        if now - self._calm_since >= GROW_AFTER_S:
             self._calm_since = None
             self._level = min(self._level, len(self._levels) - 1) - 1
             self._apply(f"{size_text(state.available_bytes)} of memory are free again", before)

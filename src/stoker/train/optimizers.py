@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stoker.config import Config
 from stoker.train.checkpoint.format import contiguous_strides, is_dense
 
 SETTINGS = ("weight_decay", "momentum", "nesterov", "betas")
@@ -18,34 +19,23 @@ SETTINGS = ("weight_decay", "momentum", "nesterov", "betas")
 _FUSED_DEVICES = {"cpu", "cuda"}
 
 
-def build_optimizer(
-    model: nn.Module,
-    name: str,
-    lr: float,
-    *,
-    momentum: float = 0.9,
-    nesterov: bool = False,
-    betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.0,
-    decay_bias_and_norm: bool = True,
-) -> torch.optim.Optimizer:
-    """The optimizer called `sgd`, `adamw` or `lamb`. The model must already be on its device.
+def build_optimizer(config: Config, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer that the config describes. The model must already be on its device.
 
     Each of them can skip an update on the device: set `optimizer.found_inf` to a float32 tensor of no dimensions (1.0
     skips the update, 0.0 makes it) and `optimizer.grad_scale` to None before `step()`, and delete both afterwards. A
     skipped update changes no bit of parameters and state, whatever the gradients hold. SGD and AdamW can because they
     are fused; on a device other than a CPU or a CUDA GPU they are not, and torch's `step()` refuses the tensor.
     """
-    groups = parameter_groups(model, weight_decay, decay_bias_and_norm)
-    if name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_fused(groups))
+    groups = parameter_groups(model, config.weight_decay, config.decay_bias_and_norm)
+    if config.optimizer == "sgd":
+        sgd = torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=_fused(groups))
         _define_momentum(sgd)
         sgd.register_load_state_dict_post_hook(_define_momentum)
         return sgd
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=_fused(groups))
-    assert name == "lamb", name
-    return Lamb(groups, lr, betas=betas)
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, fused=_fused(groups))
+    return Lamb(groups, lr, betas=config.betas)
 
 
 def _define_momentum(sgd: torch.optim.Optimizer) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, SupportsFloat, TextIO
+from typing import Any, TextIO
 
 from stoker.core.console import bar_line
 from stoker.core.redact import redact_text
@@ -23,9 +23,6 @@ LINE_EVERY_S = 10.0
 WATCH_EVERY_S = 1.0
 RATE_OVER_S = 60.0
 """The rate is that of the last minute: a first step that compiled for five minutes would distort it for hours."""
-
-ShownLoss = SupportsFloat | Callable[[], SupportsFloat | None] | None
-ShownExtra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 
 class TrainLog:
@@ -61,18 +58,16 @@ class TrainLog:
 class TrainProgress:
     """Call `step` at every step: it only looks at the clock until a line is due.
 
-    `metric` is shown beside the loss, as the last validation gave it. `loss` and `extra` may be functions; they are
-    called only when a line is made, ten times a second on a terminal. Pass the loss that was last fetched: reading a
-    tensor on the device would wait for it. `waiting` says in words what does not respond, if anything.
+    `metric` is shown beside the loss, as the last validation gave it. `waiting` says in words what does not respond, if
+    anything.
     """
 
     def __init__(
         self,
-        log: TrainLog | None = None,
+        log: TrainLog,
         stream: TextIO | None = None,
         *,
         metric: str = ACC1.key,
-        show_every_s: float = SHOW_EVERY_S,
         line_every_s: float = LINE_EVERY_S,
         waiting: Callable[[], str | None] | None = None,
     ) -> None:
@@ -81,7 +76,7 @@ class TrainProgress:
         self._blocks = _can_show("█", self._stream)
         self._log = log
         self._line_every_s = line_every_s
-        self._every_s = show_every_s if self._in_place else line_every_s
+        self._every_s = SHOW_EVERY_S if self._in_place else line_every_s
         self._stream_gone = False
         # Trackers call `say` from their own threads.
         self._lock = threading.Lock()
@@ -100,21 +95,17 @@ class TrainProgress:
         self._begin(f"Epoch {epoch}", steps, done)
         self._epoch = epoch
 
-    def step(self, step: int, loss: ShownLoss = None, extra: ShownExtra = None) -> None:
-        """One more step is done; `step` counts from the start of the run."""
+    def step(self, step: int, loss: float, extra: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """One more step is done; `step` counts from the start of the run. `extra` is called only when a line is made,
+        ten times a second on a terminal."""
         self._done += 1
         now_s = time.monotonic()
         if now_s < self._due_s and self._done != self._total:
             return
-        metrics: dict[str, Any] = {}
-        value = loss() if callable(loss) else loss
-        if value is not None:
-            metrics["train/loss"] = float(value)
+        metrics: dict[str, Any] = {"train/loss": loss}
         if self._last_value is not None:
             metrics[self._metric] = self._last_value
-        more = extra() if callable(extra) else extra
-        if more is not None:
-            metrics |= {name: item for name, item in more.items() if item is not None}
+        metrics |= {name: item for name, item in extra().items() if item is not None}
         self._show(now_s, f"Train step {step}  ", metrics)
 
     def validation_begins(self, steps: int) -> None:
@@ -139,14 +130,12 @@ class TrainProgress:
         with self._lock:
             shown = self._shown
             self._put(f"\r\x1b[K{text}\n{shown}" if shown else f"{text}\n")
-            if self._log is not None:
-                self._log.write(text)
+            self._log.write(text)
 
     def close(self) -> None:
         self._closed.set()
         self._finish_line()
-        if self._log is not None:
-            self._log.close()
+        self._log.close()
 
     def _begin(self, label: str, steps: int, done: int) -> None:
         self._finish_line()
@@ -169,7 +158,7 @@ class TrainProgress:
                 self._put(f"\r{self._shown}\x1b[K")
             else:
                 self._put(text + "\n")
-            if self._log is not None and (last or now_s >= self._line_due_s):
+            if last or now_s >= self._line_due_s:
                 self._line_due_s = now_s + self._line_every_s
                 self._log.write(f"{log_words}{text}")
 
@@ -186,9 +175,9 @@ class TrainProgress:
                 continue
             if now_s >= due_s:
                 due_s = now_s + self._line_every_s
-                if self._in_place and self._log is not None:
+                if self._in_place:
                     self._log.write(text)
-                elif not self._in_place:
+                else:
                     self.say(text)
             said = text
             with self._lock:

@@ -15,9 +15,10 @@ from torch import nn
 from stoker.config import Config, config_values
 from stoker.config.schema import key_names
 from stoker.train.checkpoint.changes import KINDS, ON_RESUME, changes_since
-from stoker.train.optimizers import build_optimizer, load_state, set_lr
+from stoker.train.optimizers import load_state, set_lr
 from stoker.train.schedule import Horizon
 from tests.conftest import PROJECT
+from tests.support.optimizers import build_optimizer
 from tests.support.training_state import same
 
 PAGE = PROJECT / "docs" / "resume-and-continue.md"

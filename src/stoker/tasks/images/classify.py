@@ -99,7 +99,7 @@ def open_input(
             copy=None if staging is None else staging.place, follow=follow, say=say,
         )  # fmt: skip
 
-    return input_pipeline(config, context, load, (plan_of(0), val), prepare, prepare_val, data.names, plan_of)
+    return input_pipeline(config, context, load, (plan_of, val), prepare, prepare_val, data.names)
 
 
 def validation_of(config: Config, data: TrainingData, ranks: Ranks) -> ImagePlan | None:

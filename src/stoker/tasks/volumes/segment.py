@@ -65,7 +65,7 @@ def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
     augment = build_volume_augment(config, *data.statistics(data.train), dtype)
     evaluated = augment if data.val is None else build_volume_eval(config, *data.statistics(data.val), dtype)
     pipeline = input_pipeline(
-        config, context, load, (train, val), partial(prepare_batch, augment),
+        config, context, load, (lambda _epoch: train, val), partial(prepare_batch, augment),
         partial(prepare_val_batch, evaluated, data.rules.outside), data.names,
     )  # fmt: skip
     rules = data.rules

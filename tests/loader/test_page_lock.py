@@ -35,21 +35,6 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingCudart]:
     assert recorder.faults == []
 
 
-def test_a_slot_that_the_consumer_holds_stays_registered_and_mapped_after_the_close(cudart: RecordingCudart) -> None:
-    slots = SharedSlots(SLOTS, (SIZE,), page_lock=PageLock())
-    number = slots.take()
-    assert number is not None
-    slots.tensors[number].fill_(7)
-    view = slots.look_at(number, SIZE)[10:20]
-    slots.close()
-    del slots
-    gc.collect()
-    assert len(cudart.registered) == 1
-    assert view.tolist() == [7] * 10
-    del view
-    assert cudart.registered == {}
-
-
 def test_slots_that_nobody_closed_are_unregistered_before_they_are_unmapped(cudart: RecordingCudart) -> None:
     slots = SharedSlots(SLOTS, (SIZE,), page_lock=PageLock())
     cycle: list[Any] = [slots]

@@ -142,17 +142,6 @@ def test_a_step_holds_the_same_samples_for_any_world_of_the_same_total_batch(dro
         assert shared == alone
 
 
-def test_a_different_world_size_resumes_where_one_stopped() -> None:
-    """Two ranks for ten steps, then a resume on four, then on one, with different batch sizes."""
-    sampler, position, seen = EpochSampler(5003, seed=8), 0, []
-    for world, batch_size, stop_after in ((2, 16, 10), (4, 7, 20), (1, 50, None)):
-        steps = ranks(5003, batch_size, world, drop_last=False)
-        for content in drawn(sampler, steps, start=position)[:stop_after]:
-            seen += [sample for sample, _ in content]
-            position += len(content)
-    assert sorted(seen) == list(range(5003))
-
-
 @pytest.mark.parametrize("repeats", [2, 3])
 def test_repeats_are_adjacent_and_keep_the_length_of_the_epoch(repeats: int) -> None:
     samples = 240
@@ -177,17 +166,3 @@ def test_repeats_of_an_image_land_on_different_ranks_where_there_are_enough(repe
                 for sample in sampler.at(0, rank.positions(step))[0].tolist():
                     where.setdefault(sample, []).append(rank.rank)
         assert all(len(places) == len(set(places)) == repeats for places in where.values())
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch_size", "drop_last", "steps"),
-    [
-        (1_281_167, 256, True, 5_004),
-        (50_000, 256, False, 196),
-        (50_000, 256, True, 195),
-        (0, 256, False, 0),
-    ],
-)
-def test_the_number_of_steps_in_an_epoch(samples: int, batch_size: int, drop_last: bool, steps: int) -> None:
-    assert Steps(samples, batch_size, drop_last=drop_last).count() == steps
-    assert Steps(samples, batch_size // 2, world=2, rank=1, drop_last=drop_last).count() == steps

@@ -40,8 +40,8 @@ def run_of(config: HostConfig, rank: int = 0) -> Run:
     return build_run(config, open_data(config, lambda _text: None), RunContext(Ranks(rank=rank), CPU))
 
 
-def batches_of(run: Run, position: int = 0) -> list[ImageBatch]:
-    return list(run.input.train_loader(0).epoch(0, position))
+def batches_of(run: Run) -> list[ImageBatch]:
+    return list(run.input.train_loader(0).epoch(0))
 
 
 def same(first: Prepared, second: Prepared) -> bool:
@@ -85,23 +85,6 @@ def test_each_batch_of_an_update_is_mixed_by_a_draw_of_its_own_on_each_rank(imag
             run.input.close()
     different = [(first, second) for first in range(4) for second in range(first)]
     assert not any(same(prepared[first], prepared[second]) for first, second in different)
-
-
-def test_batches_are_the_same_with_any_number_of_workers_and_in_a_resumed_run(images: Path) -> None:
-    keys = {"auto_augment": "randaugment", "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "random_erasing": 0.5}
-    streams = []
-    for workers, skipped in ((0, 0), (2, 0), (0, 3)):
-        run = run_of(config_of(images, num_workers=workers, **keys))
-        try:
-            position = 0 if not skipped else batches_of(run)[skipped - 1].next_position
-            batches = enumerate(batches_of(run, position), start=skipped)
-            streams.append([run.input.prepare(batch, 0, *divmod(number, ACCUMULATION)) for number, batch in batches])
-        finally:
-            run.input.close()
-    whole, with_workers, resumed = streams
-    assert len(whole) == len(with_workers) == len(resumed) + 3
-    assert all(map(same, whole, with_workers))
-    assert all(map(same, whole[3:], resumed))
 
 
 @pytest.mark.parametrize(

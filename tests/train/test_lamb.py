@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stoker.train.optimizers import Lamb, parameter_groups
 from tests.support.operators import counted
-from tests.support.optimizers import build_optimizer
+from tests.support.optimizers import build_optimizer, update
 
 MOST_KERNELS = 60
 UPDATES = 25
@@ -68,14 +68,6 @@ def bits(values: list[Tensor]) -> list[Tensor]:
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     state = [value for known in optimizer.state.values() for value in known.values()]
     return [*model.parameters(), *state, *(group["step"] for group in optimizer.param_groups)]
-
-
-def update(optimizer: torch.optim.Optimizer, *, skip: bool) -> None:
-    """One step as the training step makes it."""
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    optimizer.found_inf = torch.full((), float(skip))  # type: ignore[attr-defined]
-    optimizer.step()
-    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("weight_decay", "decay_bias_and_norm"), SETTINGS)

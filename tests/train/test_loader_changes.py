@@ -65,12 +65,6 @@ def test_workers_that_wait_for_storage_first_get_what_holds_the_reader_back(knob
     assert (knob, after) not in tried(replace(held, cpu_share=0.9)), "bytes come from memory"
 
 
-def test_requests_end_at_four_times_what_the_reader_began_with() -> None:
-    held = replace(BLOCKED, held_back_by="requests")
-    assert ("requests", 256) in tried(held, replace(SETUP, requests=200))
-    assert "requests" not in dict(tried(held, replace(SETUP, requests=256)))
-
-
 def test_a_loop_that_waits_for_idle_workers_needs_more_batches_in_flight() -> None:
     uneven = replace(STARVED, busy_share=0.6)
     assert tried(uneven) == [("prefetch", 4)]

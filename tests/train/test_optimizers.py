@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.train.optimizers import parameter_groups
-from tests.support.optimizers import build_optimizer
+from tests.support.optimizers import build_optimizer, update
 
 NAMES = ("sgd", "adamw", "lamb")
 
@@ -103,14 +103,6 @@ def test_a_model_without_biases_works() -> None:
         model(torch.ones(2, 3)).square().sum().backward()
         optimizer.step()
         assert not torch.equal(before, model.weight)
-
-
-def update(optimizer: torch.optim.Optimizer, *, skip: bool) -> None:
-    """One step as the training step makes it."""
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    optimizer.found_inf = torch.full((), float(skip))  # type: ignore[attr-defined]
-    optimizer.step()
-    del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:

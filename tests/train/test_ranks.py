@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.core.errors import UserError
-from stoker.train.ranks import Ranks, agree, any_rank, from_first, gather, ranks_from_environment
+from stoker.train.ranks import Ranks, ranks_from_environment
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
@@ -32,10 +32,3 @@ def test_an_impossible_rank_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError) as caught:
         ranks_from_environment(TORCHRUN | wrong)
     assert caught.value.name == "bad-rank"
-
-
-def test_a_process_alone_agrees_with_itself() -> None:
-    assert agree((True, False), Ranks()) == (True, False)
-    assert any_rank(True, Ranks()) is True
-    assert from_first(lambda: "made", Ranks()) == "made"
-    assert gather("mine", Ranks()) == ["mine"]

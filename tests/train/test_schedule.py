@@ -119,10 +119,6 @@ def test_sizes_grow_in_multiples_and_end_at_the_final_one() -> None:
     assert [default_resize_epochs(epochs) for epochs in (1, 10, 88)] == [1, 8, 70]
 
 
-def test_sizes_that_are_not_multiples_are_taken_as_they_are() -> None:
-    assert all_sizes(100, 176, 8) == [100, 128, 160, 176]
-
-
 @given(start=st.integers(8, 512), more=st.integers(0, 512), until=st.integers(1, 300))
 def test_sizes_never_shrink_and_stay_in_bounds(start: int, more: int, until: int) -> None:
     final = start + more

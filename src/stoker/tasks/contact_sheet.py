@@ -39,7 +39,7 @@ TITLE_SIZE, HEADING_SIZE, TEXT_SIZE, SMALL_SIZE = 19, 16, 12, 11
 LEADING = 1.34
 ELLIPSIS = "…"
 JPEG_QUALITIES = (88, 78, 65, 50, 35)
-# Of the preview that a run keeps.
+# The preview that a run keeps.
 RUN_PATIENCE_S = 1.0
 RUN_LARGEST_SIDE = 160
 RUN_MOST_BYTES = 250_000

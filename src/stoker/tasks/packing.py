@@ -21,6 +21,7 @@ from stoker.core.errors import UsageError, UserError
 from stoker.core.units import size_text
 from stoker.io.stores import is_url
 from stoker.run.lease import Lease, LeaseHeld
+from stoker.tasks.checks import first_lines
 
 RECORDS = ".pack"
 """Where a pack keeps its records, until and after it is complete."""
@@ -201,10 +202,7 @@ def make_parts(
 
 def list_bad(bad: Sequence[tuple[str, str]]) -> str:
     """The first of the samples that cannot be packed, a line for each: its name, and the reason."""
-    lines = [f"{name}: {reason}" for name, reason in bad[:SHOWN]]
-    if len(bad) > SHOWN:
-        lines.append(f"and {len(bad) - SHOWN} more")
-    return "\n".join(lines)
+    return "\n".join(first_lines([f"{name}: {reason}" for name, reason in bad], SHOWN))
 
 
 class PackVariants(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.core.console import Say
+from stoker.core.console import Say, some
 from stoker.core.errors import UsageError, UserError
 from stoker.train.checkpoint.folder import Checkpoints, FoundCheckpoint
 from stoker.train.checkpoint.format import peek
@@ -19,7 +19,6 @@ from stoker.train.checkpoint.weights import (
     WeightsFile,
     Which,
     file_hash,
-    listed,
     load_weights,
     open_source,
 )
@@ -177,7 +176,7 @@ def _read(run: Run, start: Start) -> _FirstState:
     if kept:
         lines.append("the optimizer's state is that of the checkpoint; its settings are those of this config")
     elif start.keep_optimizer is None:
-        lines.append(f"the optimizer begins anew: {listed(differ)}")
+        lines.append(f"the optimizer begins anew: {some(differ)}")
     optimizer = None
     if kept and state is not None:
         # The saved momenta under this run's own settings: weight_decay, betas and the rest.

@@ -39,21 +39,12 @@ State = Mapping[Any, Any] | FlatState
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is safe on the disk."""
+class Outcome:
+    """How a save ended."""
 
     path: Path
-
-
-@dataclass(frozen=True)
-class SaveFailed:
-    """A save that failed; the files from before are untouched, and the next save tries again."""
-
-    path: Path
-    why: str
-
-
-Outcome = Saved | SaveFailed
+    failure: str | None = None
+    """Why nothing was saved; the files from before are untouched. None if the checkpoint is safe on the disk."""
 
 
 class FoundCheckpoint(NamedTuple):
@@ -101,7 +92,7 @@ class Checkpoints:
                 self._kept.unlink(missing_ok=True)
             return _failed(self.last, error)
         self._damaged.discard(self.last)
-        return Saved(self.last)
+        return Outcome(self.last)
 
     def save_best(self, state: State, epoch: int, value: float) -> Outcome | None:
         """Keeps this state if it is among the best by `value`; otherwise writes nothing and returns None."""
@@ -121,7 +112,7 @@ class Checkpoints:
             with suppress(OSError):
                 old.unlink()
                 self._stop("during prune")
-        return Saved(path)
+        return Outcome(path)
 
     def latest(self) -> FoundCheckpoint | None:
         """The newest whole checkpoint: the last, else the previous, else the newest of the best; None without any.
@@ -191,5 +182,5 @@ def checkpoint_in(path: Path, say: Say) -> Path:
     return found
 
 
-def _failed(path: Path, error: OSError) -> SaveFailed:
-    return SaveFailed(path, f"{path} was not saved: {error.strerror or error}")
+def _failed(path: Path, error: OSError) -> Outcome:
+    return Outcome(path, f"{path} was not saved: {error.strerror or error}")

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from stoker.core.console import Say
-from stoker.train.checkpoint.folder import Checkpoints, Outcome, SaveFailed, State
+from stoker.train.checkpoint.folder import Checkpoints, Outcome, State
 from stoker.train.checkpoint.format import FlatState, contiguous_strides, flatten, is_dense
 from stoker.train.observer import Observer
 
@@ -104,7 +104,7 @@ class Saver:
         self.wait_for_copy()
         outcomes = self._writer.wait()
         self._report(outcomes)
-        return not any(isinstance(outcome, SaveFailed) for outcome in outcomes if outcome.path == self.checkpoints.last)
+        return all(outcome.failure is None for outcome in outcomes if outcome.path == self.checkpoints.last)
 
     def wait_for_copy(self) -> None:
         """Must be called before weights, optimizer or average change; returns at once if no save is being copied."""
@@ -119,9 +119,9 @@ class Saver:
 
     def _report(self, outcomes: tuple[Outcome, ...]) -> None:
         for outcome in outcomes:
-            if isinstance(outcome, SaveFailed):
-                self.say(f"warning: {outcome.why}; training continues, and the next save tries again")
-                self._event("save_failed", {"why": outcome.why})
+            if outcome.failure is not None:
+                self.say(f"warning: {outcome.failure}; training continues, and the next save tries again")
+                self._event("save_failed", {"why": outcome.failure})
 
     def _event(self, name: str, details: dict[str, Any]) -> None:
         self.observer.event(name, self.run.progress.step, details)

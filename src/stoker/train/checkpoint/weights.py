@@ -25,7 +25,7 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from stoker.core.console import Say
+from stoker.core.console import Say, some
 from stoker.core.errors import UserError
 from stoker.train.checkpoint.folder import checkpoint_in
 from stoker.train.checkpoint.format import is_ours, read_checkpoint
@@ -41,7 +41,6 @@ _WEIGHTS_BESIDE_AVERAGE = "current_model_state"
 # Where files name their architecture: timm; torchvision's and timm's arguments; a Lightning module's arguments.
 _MODEL_KEYS = ("arch", "model_name", "model", "model_arch", "architecture", "backbone")
 _CHUNK_BYTES = 1 << 22
-NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -153,10 +152,6 @@ def damaged(path: Path, reason: object) -> UserError:
     )
 
 
-def listed(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
 def _open_safetensors(path: Path) -> WeightsFile:
     try:
         tensors = safetensors.torch.load_file(path)
@@ -191,7 +186,7 @@ def _open_torch(path: Path) -> WeightsFile:
     tables = _tables(content)
     if not tables:
         others = [str(key) for key in content if isinstance(key, str)]
-        raise _without_tensors(path, listed(others))
+        raise _without_tensors(path, some(others))
     return WeightsFile(
         path=path, file_format="torch", maker=_maker(content), tables=tables, epoch=_number(content.get("epoch")),
         step=_number(content.get("global_step")), model=_model_name(content), torch_file=file,
@@ -308,7 +303,7 @@ class WeightsReport:
         if self.skipped:
             parts.append(f"new, because the number of classes differs: {', '.join(self.skipped)}")
         if self.others:
-            parts.append(f"not the network's, left out: {listed(list(self.others))}")
+            parts.append(f"not the network's, left out: {some(list(self.others))}")
         return "; ".join(parts)
 
 
@@ -479,7 +474,7 @@ def _check_fit(
         if name in found and name not in skipped and own[name].shape != found[name].shape
     ]
     parts = [
-        f"{len(names)} {what}: {listed(names)}"
+        f"{len(names)} {what}: {some(names)}"
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
         if names
     ]

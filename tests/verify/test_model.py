@@ -136,7 +136,7 @@ def test_a_parameter_that_the_optimizer_does_not_know_is_named(
         known = [value for name, value in model.named_parameters() if not name.startswith("head.fc")]
         return torch.optim.SGD([{"params": known, "weight_decay": config.weight_decay}], lr=lr, fused=True)
 
-    monkeypatch.setattr("stoker.tasks.building.optimizer_for", forgetful)
+    monkeypatch.setattr("stoker.tasks.building.build_optimizer", forgetful)
     subject = tiny()
     outcome = judged("optimizer-groups", subject)
     assert outcome.status == "failed"

@@ -16,7 +16,7 @@ from stoker.attach.operators import CORRECTED_FORMULAS
 from stoker.config import Config
 from stoker.core.console import Say
 from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
-from stoker.train.schedule import all_sizes, default_resize_epochs, image_size
+from stoker.train.schedule import default_resize_epochs, image_size
 
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 LONG_COMPILE_S = 1.0
@@ -125,7 +125,7 @@ def utilisation_of(config: Config, model: nn.Module, device: torch.device, world
     if peak is None:
         return None
     until = config.resize_epochs or default_resize_epochs(config.epochs)
-    sizes = all_sizes(config.start_img_size, config.img_size, until)
+    sizes = {image_size(epoch, config.start_img_size, config.img_size, until) for epoch in range(until + 1)}
     # All sizes now: in the middle of an epoch it would cost a step half a second.
     flops = {size: training_flops_per_image(model, size) for size in sizes}
     if all(count is None for count in flops.values()):

@@ -127,10 +127,6 @@ def default_resize_epochs(epochs: int) -> int:
     return max(1, round(GROWING_SHARE * epochs))
 
 
-def all_sizes(start: int | None, final: int, epochs_until: int) -> list[int]:
-    return sorted({image_size(epoch, start, final, epochs_until) for epoch in range(epochs_until + 1)})
-
-
 @dataclass
 class Progress:
     """Where a run is, between two steps."""

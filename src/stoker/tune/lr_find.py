@@ -13,8 +13,8 @@ from stoker.config.reading import load_for_command
 from stoker.core.console import progress_bar, say, say_notes
 from stoker.core.errors import UserError
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
-from stoker.train.lr_range import INTERVAL, LrCurve, LrReading, LrSuggestion, growing_rates, measure_range, read_curve
 from stoker.trial.trial_server import ALONE, trial_server
+from stoker.tune.lr_range import INTERVAL, LrCurve, LrReading, LrSuggestion, growing_rates, measure_range, read_curve
 
 if TYPE_CHECKING:
     from stoker.train.checkpoint.branching import Start

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.train.lr_range import LrCurve, LrSuggestion, growing_rates, read_curve
 from stoker.tune.lr_find import LrFound, lr_text
+from stoker.tune.lr_range import LrCurve, LrSuggestion, growing_rates, read_curve
 
 
 def falling_at(lr: float, *, noise: float = 0.0, steps: int = 100, sweeps: int = 3, depth: float = 1.8) -> LrCurve:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,7 @@ class Sheet:
 @dataclass(frozen=True)
 class Drawn:
     image: Image.Image
-    boxes: tuple[Box, ...] = field(default=())
+    boxes: tuple[Box, ...]
     """Where each picture is: left, top, right, bottom, in the order of the sheet."""
 
     def as_png(self) -> bytes:

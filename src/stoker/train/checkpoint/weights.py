@@ -31,7 +31,6 @@ from stoker.train.checkpoint.folder import checkpoint_in
 from stoker.train.checkpoint.format import is_ours, read_checkpoint
 from stoker.train.checkpoint.pickled import Foreign, Name, NotReadable, SavedTensor, TorchFile
 
-FileFormat = Literal["safetensors", "torch", "stoker"]
 # Where training programs save a network's weights; other entries that hold tensors come after them.
 PARTS = ("state_dict_ema", "model_ema", "state_dict", "model", "current_model_state")
 # Names of averages: `ema_model.module.fc.weight` in Lightning's table, `model_ema` in torchvision's file.
@@ -47,8 +46,6 @@ _CHUNK_BYTES = 1 << 22
 class Table:
     """Named tensors of a file, possibly still unread, possibly with other things beside them."""
 
-    part: str | None
-    """The entry of the file that they are in; None if the file has nothing else."""
     values: Mapping[Any, Any]
     averaged: bool
     """Whether the file calls them an average; inside a table, names can say so too."""
@@ -59,7 +56,6 @@ class WeightsFile:
     """A file with weights, and what it says about itself; None where it says nothing."""
 
     path: Path
-    file_format: FileFormat
     maker: str
     """Who wrote it, for people: `a Lightning 2.5.6 checkpoint`."""
     tables: tuple[Table, ...]
@@ -161,7 +157,7 @@ def _open_safetensors(path: Path) -> WeightsFile:
         raise damaged(path, error) from None
     if not tensors:
         raise UserError("weights-missing", f"weights: {path} has no tensors", hint="weights=<another file>")
-    found = WeightsFile(path, "safetensors", "safetensors", (Table(None, tensors, averaged=False),))
+    found = WeightsFile(path, "safetensors", (Table(tensors, averaged=False),))
     if "stoker" not in metadata:
         return found
     return replace(
@@ -188,7 +184,7 @@ def _open_torch(path: Path) -> WeightsFile:
         others = [str(key) for key in content if isinstance(key, str)]
         raise _without_tensors(path, some(others))
     return WeightsFile(
-        path=path, file_format="torch", maker=_maker(content), tables=tables, epoch=_number(content.get("epoch")),
+        path=path, maker=_maker(content), tables=tables, epoch=_number(content.get("epoch")),
         step=_number(content.get("global_step")), model=_model_name(content), torch_file=file,
     )  # fmt: skip
 
@@ -202,10 +198,10 @@ def _tables(content: Mapping[Any, Any]) -> tuple[Table, ...]:
         if isinstance(key, str) and isinstance(values, dict) and _holds_tensors(values):
             found.setdefault(key, values)
     if not found:
-        return (Table(None, content, averaged=False),) if _holds_tensors(content) else ()
+        return (Table(content, averaged=False),) if _holds_tensors(content) else ()
     beside = _WEIGHTS_BESIDE_AVERAGE in found
     return tuple(
-        Table(part, values, averaged=says_averaged(part) or (beside and part == "state_dict"))
+        Table(values, averaged=says_averaged(part) or (beside and part == "state_dict"))
         for part, values in found.items()
     )
 
@@ -279,15 +275,10 @@ class WeightsReport:
     """What was loaded, and from where."""
 
     path: Path
-    file_format: FileFormat
-    part: str | None
-    """The entry of the file with the weights; None if the file has nothing else."""
     averaged: bool
     """Whether they are a moving average (EMA)."""
     both: bool
     """Whether the file has the average and the weights themselves, so that there was a choice."""
-    loaded: int
-    """Number of tensors."""
     skipped: tuple[str, ...]
     """The classifier's tensors, if the file has another number of classes: they keep their random values."""
     others: tuple[str, ...]
@@ -340,12 +331,12 @@ def open_source(path: Path, say: Say = lambda _text: None) -> tuple[WeightsFile,
     lacking = [part for part in ("model", "config", "progress") if part not in state]
     if lacking:
         raise UserError("checkpoint-incomplete", f"{path} holds no {', '.join(lacking)}", hint="another checkpoint")
-    tables = [Table("model", state["model"], averaged=False)]
+    tables = [Table(state["model"], averaged=False)]
     if state.get("ema") is not None:
         # Over the raw ones: the average holds tensors that two layers share only once.
-        tables.insert(0, Table("ema", {**state["model"], **state["ema"]["tensors"]}, averaged=True))
+        tables.insert(0, Table({**state["model"], **state["ema"]["tensors"]}, averaged=True))
     file = WeightsFile(
-        path=path, file_format="stoker", maker="a checkpoint of stoker", tables=tuple(tables),
+        path=path, maker="a checkpoint of stoker", tables=tuple(tables),
         epoch=int(state["progress"]["epoch"]), step=int(state["progress"]["step"]), model=state["config"].get("model"),
         classes=tuple(state["classes"]) if state.get("classes") else None,
     )  # fmt: skip
@@ -373,8 +364,8 @@ def load_weights(model: nn.Module, source: WeightsFile | Path | str, which: Whic
     model.load_state_dict(taken, strict=False)
     others = [*(f"{chosen.prefix}{name}" for name in apart), *_apart(chosen, own)]
     return WeightsReport(
-        path=file.path, file_format=file.file_format, part=chosen.table.part, averaged=chosen.averaged, both=both,
-        loaded=len(taken), skipped=tuple(sorted(skipped)), others=tuple(others), origin=file.origin,
+        path=file.path, averaged=chosen.averaged, both=both, skipped=tuple(sorted(skipped)), others=tuple(others),
+        origin=file.origin,
     )  # fmt: skip
 
 

@@ -11,12 +11,12 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config import load_config
 from stoker.core.errors import UserError
 from stoker.train.ema import WARMUP_GAMMA, WeightAverage
 from tests.conftest import PROJECT
+from tests.support.operators import counted
 
 
 def small_model(classes: int = 5) -> nn.Module:
@@ -162,30 +162,13 @@ def test_an_average_of_every_third_step_resumes_between_two() -> None:
     assert same(dict(whole.tensors), dict(resumed.tensors))
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names of what runs, without memory that is only handed out; refuses lists that would take a kernel a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "empty" not in func.__name__:
-            self.names.append(func.__name__)
-        if func.__name__.startswith("_foreach_"):
-            for first, second in zip(args[0], args[1], strict=True):
-                assert (first.dtype, first.shape) == (args[0][0].dtype, second.shape)
-                assert first.stride() == second.stride()
-        return func(*args, **(kwargs or {}))
-
-
 def test_updating_and_swapping_ask_the_device_nothing_and_take_a_call_for_each_type() -> None:
     with FakeTensorMode():  # a read would raise: there are no values
         model = nn.Sequential(nn.Linear(3, 4, dtype=torch.float16), nn.BatchNorm1d(4))
         average = WeightAverage(model, 0.9)
-        with Operators() as operators:
+        with counted(strict=True) as operators:
             average.update()
-        assert operators.names == ["_foreach_lerp_.Scalar"] * 2 + ["_foreach_copy_.default"]
-        with Operators() as operators, average.swapped():
+        assert operators.by_name == {"_foreach_lerp_": 2, "_foreach_copy_": 1}
+        with counted(strict=True) as operators, average.swapped():
             pass
-        assert operators.names == ["_foreach_copy_.default"] * 18
+        assert operators.by_name == {"_foreach_copy_": 18}

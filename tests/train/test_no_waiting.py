@@ -156,12 +156,3 @@ def test_only_batches_are_copied_to_the_device_and_none_of_the_copies_waits(
     assert operators.blocking == []
     # One for the images and one for everything else about them, for each of two batches.
     assert operators.copies == 4
-
-
-def test_what_waits_is_noticed() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True), counted() as operators:
-        torch.zeros(3).to("cuda", non_blocking=True)
-        assert operators.blocking == []
-        torch.zeros(3).to("cuda")
-        torch.tensor([1.0], device="cuda")
-    assert len(operators.blocking) == 2

@@ -39,7 +39,7 @@ State = Mapping[Any, Any] | FlatState
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended."""
 
     path: Path
@@ -79,7 +79,7 @@ class Checkpoints:
         """The best checkpoints, best first; ties are ordered newest first."""
         return [path for _, _, path in sorted(self._ranked(), reverse=True)]
 
-    def save_last(self, state: State) -> Outcome:
+    def save_last(self, state: State) -> SaveOutcome:
         try:
             self._remove_leftovers()
             write_checkpoint(self.last, state, stop=self._stop, before_rename=self._keep_old_last)
@@ -92,9 +92,9 @@ class Checkpoints:
                 self._kept.unlink(missing_ok=True)
             return _failed(self.last, error)
         self._damaged.discard(self.last)
-        return Outcome(self.last)
+        return SaveOutcome(self.last)
 
-    def save_best(self, state: State, epoch: int, value: float) -> Outcome | None:
+    def save_best(self, state: State, epoch: int, value: float) -> SaveOutcome | None:
         """Keeps this state if it is among the best by `value`; otherwise writes nothing and returns None."""
         path = self.folder / checkpoint_name(epoch, self._metric, value)
         # The next process sees only the names, with four decimals: rank by the same digits here.
@@ -112,7 +112,7 @@ class Checkpoints:
             with suppress(OSError):
                 old.unlink()
                 self._stop("during prune")
-        return Outcome(path)
+        return SaveOutcome(path)
 
     def latest(self) -> FoundCheckpoint | None:
         """The newest whole checkpoint: the last, else the previous, else the newest of the best; None without any.
@@ -182,5 +182,5 @@ def checkpoint_in(path: Path, say: Say) -> Path:
     return found
 
 
-def _failed(path: Path, error: OSError) -> Outcome:
-    return Outcome(path, f"{path} was not saved: {error.strerror or error}")
+def _failed(path: Path, error: OSError) -> SaveOutcome:
+    return SaveOutcome(path, f"{path} was not saved: {error.strerror or error}")

@@ -84,7 +84,7 @@ def load_for_resume(checkpoints: Checkpoints, explicit: Path | None) -> FoundChe
 
 
 class Resumed(NamedTuple):
-    """A run where it continues, or begins."""
+    """A run at the point where it continues, or begins."""
 
     run: Run
     events: tuple[tuple[str, dict[str, Any]], ...]

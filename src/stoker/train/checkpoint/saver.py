@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from stoker.core.console import Say
-from stoker.train.checkpoint.folder import Checkpoints, Outcome, State
+from stoker.train.checkpoint.folder import Checkpoints, SaveOutcome, State
 from stoker.train.checkpoint.format import FlatState, contiguous_strides, flatten, is_dense
 from stoker.train.observer import Observer
 
@@ -117,7 +117,7 @@ class Saver:
             self._report(self._writer.close())
             self._writer = None
 
-    def _report(self, outcomes: tuple[Outcome, ...]) -> None:
+    def _report(self, outcomes: tuple[SaveOutcome, ...]) -> None:
         for outcome in outcomes:
             if outcome.failure is not None:
                 self.say(f"warning: {outcome.failure}; training continues, and the next save tries again")
@@ -135,7 +135,7 @@ class HandedOver:
     """How long the loop waited for what was copied at once."""
     waited_s: float
     """How long it waited before that for the previous save; 0 if that was done."""
-    finished: tuple[Outcome, ...]
+    finished: tuple[SaveOutcome, ...]
     """Outcomes of earlier saves, each reported once."""
 
 
@@ -148,8 +148,8 @@ class BackgroundWriter:
         self._before_write = before_write
         self._buffer = SnapshotBuffer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
-        self._under_way: Future[list[Outcome]] | None = None
-        self._finished: list[Outcome] = []
+        self._under_way: Future[list[SaveOutcome]] | None = None
+        self._finished: list[SaveOutcome] = []
         self._copying: threading.Event | None = None
 
     def prepare(self, state: State) -> None:
@@ -188,12 +188,12 @@ class BackgroundWriter:
         copying.wait()
         return time.perf_counter() - began
 
-    def wait(self) -> tuple[Outcome, ...]:
+    def wait(self) -> tuple[SaveOutcome, ...]:
         """Waits for the save in progress; the outcomes that were not yet reported."""
         self._settle()
         return self._take_finished()
 
-    def close(self) -> tuple[Outcome, ...]:
+    def close(self) -> tuple[SaveOutcome, ...]:
         """Like `wait`, and ends the thread."""
         try:
             return self.wait()
@@ -205,15 +205,15 @@ class BackgroundWriter:
         if under_way is not None:
             self._finished += under_way.result()
 
-    def _take_finished(self) -> tuple[Outcome, ...]:
+    def _take_finished(self) -> tuple[SaveOutcome, ...]:
         finished, self._finished = self._finished, []
         return tuple(finished)
 
-    def _reserve(self, size_bytes: int, pinned: bool) -> list[Outcome]:
+    def _reserve(self, size_bytes: int, pinned: bool) -> list[SaveOutcome]:
         self._buffer.reserve(size_bytes, pinned=pinned)
         return []
 
-    def _write(self, snapshot: Snapshot, best: tuple[int, float] | None) -> list[Outcome]:
+    def _write(self, snapshot: Snapshot, best: tuple[int, float] | None) -> list[SaveOutcome]:
         snapshot.copy_rest()
         self._before_write()
         state = snapshot.state()

@@ -11,6 +11,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from stoker.tasks.volumes.formats.volume import ArrayVolume, whole
 from stoker.tasks.volumes.predict import output as volume_output
 from stoker.tasks.volumes.predict import predict_folder as volume_folder
 from stoker.tasks.volumes.predict.postprocess import parse_chain, post_processed
-from stoker.tasks.volumes.predict.segmenter import SlidingWindow, predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.windows import SlidingWindow
 from stoker.tasks.volumes.segment import open_trained
 from tests.support.trained_volumes import write_untrained_volumes
 
@@ -261,7 +263,7 @@ def test_a_disk_or_memory_that_is_too_small_is_noticed_before_the_work(
 ) -> None:
     image = next(iter(sorted((places / "data" / "test_images").iterdir())))
     with monkeypatch.context() as patched:
-        patched.setattr(volume_folder, "free_bytes", lambda _folder: 100_000)
+        patched.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=100_000))
         error = predicted(capsys, places / "a.ckpt", image, "--out", tmp_path / "out", code=1)
         assert error["name"] == "disk-too-small"
     with monkeypatch.context() as patched:

@@ -23,14 +23,12 @@ from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
 from stoker.tasks.volumes.predict.segmenter import (
     Carried,
     Segmenter,
-    SlidingWindow,
-    WindowGrid,
     decided,
     predict_volume,
     predicted_mask,
-    prediction_size,
     scaled,
 )
+from stoker.tasks.volumes.predict.windows import SlidingWindow, WindowGrid, prediction_size
 from stoker.train.compute import Precision
 
 CPU = torch.device("cpu")
@@ -237,8 +235,8 @@ def test_a_threshold_decides_between_two_classes() -> None:
     assert scaled(probabilities, "float16").dtype == torch.float16
 
 
-def test_a_batch_that_does_not_fit_is_halved_until_it_does() -> None:
-    inner, lines = Pointwise(), []
+def test_a_batch_that_does_not_fit_is_halved_until_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    inner = Pointwise()
 
     class Greedy(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -247,9 +245,13 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does() -> None:
             return inner(inputs)
 
     image = volume((30, 41, 23))
-    found = probabilities_of(segmenter(Greedy(), batch=7), [image], say=lines.append)
+    found = probabilities_of(segmenter(Greedy(), batch=7), [image])
     assert np.abs(found - whole(inner, image.array)).max() < 1e-6
-    assert [line.rsplit(":")[-1] for line in lines] == [" now 4 window(s) at once", " now 2 window(s) at once"]
+    said = capsys.readouterr().err
+    assert [line.rsplit(": ")[-1] for line in said.splitlines()] == [
+        "now 4 window(s) at once",
+        "now 2 window(s) at once",
+    ]
 
     class Full(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -274,9 +276,8 @@ def test_bad_volumes_and_outputs_are_refused() -> None:
     with pytest.raises(UserError) as error:
         probabilities_of(segmenter(Overflow()), [volume(PATCH)])
     assert error.value.name == "prediction-not-finite"
-    for options in ({"overlap": 1.0}, {"overlap": -0.1}, {"flips": "zz"}, {"flips": "a"}):
-        with pytest.raises(UserError):
-            SlidingWindow(**options)
+    with pytest.raises(UserError, match="'zz'"):
+        SlidingWindow(flips="zz")
 
 
 def test_memory_depends_on_one_axis_only() -> None:

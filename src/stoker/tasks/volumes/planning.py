@@ -30,7 +30,7 @@ from stoker.tasks.volumes.networks import divisor_of, fitting_patches, network_o
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import RowLayout
 from stoker.tasks.volumes.patches.patches import draw_transforms
-from stoker.tasks.volumes.predict.segmenter import SlidingWindow, prediction_size
+from stoker.tasks.volumes.predict.windows import SlidingWindow, prediction_size
 from stoker.train.compute import compute_dtype
 from stoker.train.step import TraceableStep, plain_batch
 

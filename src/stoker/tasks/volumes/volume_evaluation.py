@@ -33,7 +33,8 @@ from stoker.tasks.volumes.pack.index import INDEX as PACK_INDEX
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.pictures import ERROR_LEGEND, Cut, cuts_row, worst_cuts
 from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain, parse_chain, post_processed
-from stoker.tasks.volumes.predict.segmenter import SlidingWindow, predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
+from stoker.tasks.volumes.predict.windows import SlidingWindow
 from stoker.tasks.volumes.scores.topology import BYTES_PER_VOXEL, load_matcher, octants
 from stoker.tasks.volumes.scores.whole import (
     ISOTROPIC,
@@ -346,7 +347,7 @@ def evaluate(
             with progress_bar(f"{evaluation.number} predicting {case.id}", None, unit="windows") as advance:
                 prediction = predicted_mask(
                     segmenter, images, threshold=scoring.threshold, sliding=sliding,
-                    statistics=(means[number], deviations[number]), progress=advance, say=say,
+                    statistics=(means[number], deviations[number]), progress=advance,
                 )  # fmt: skip
         except ReadFailure as failure:
             evaluation.leave_out(case.id, failure)

@@ -32,14 +32,8 @@ from stoker.tasks.volumes.formats.opening import library
 from stoker.tasks.volumes.formats.volume import Region, Shape, Volume
 from stoker.tasks.volumes.pack.write_volume import bytes_codec, create_zarr, remove
 from stoker.tasks.volumes.predict.postprocess import PostStep, check_chain
-from stoker.tasks.volumes.predict.segmenter import (
-    Carried,
-    PredictionSize,
-    Scale,
-    SlidingWindow,
-    WindowGrid,
-    mask_dtype,
-)
+from stoker.tasks.volumes.predict.segmenter import Carried, Scale, mask_dtype
+from stoker.tasks.volumes.predict.windows import PredictionSize, SlidingWindow, WindowGrid
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 
 MANIFEST, UNFINISHED, LEASE = "prediction.json", ".unfinished", "lease"
@@ -327,7 +321,7 @@ class Workspace(Carried):
     def __init__(self, folder: Path, grid: WindowGrid, classes: int, dtype: Any, channels: int, key: str) -> None:
         super().__init__(grid, classes)
         self.folder, self._key = folder, key
-        try:
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             known = _finished_layers(folder, key)
             if known is not None and 0 <= known <= grid.layers:
@@ -337,8 +331,6 @@ class Workspace(Carried):
                     remove(file)
             self.result = RawVolume(folder / "result.raw", grid.shape, dtype, channels)
             self._sums = [os.open(folder / f"sums.{n}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666) for n in (0, 1)]
-        except OSError as error:
-            raise not_writable(folder, error) from None
 
     def read(self, layer: int, start: int, stop: int) -> NDArray[np.float32]:
         shape = self._grid.carried_shape(layer, self._classes)
@@ -430,33 +422,21 @@ def write_submission(files: Sequence[Path], target: Path) -> None:
                 shutil.copyfileobj(source, place, _COPY_BYTES)
 
 
-def free_bytes(folder: Path) -> int:
-    """Free bytes on the folder's disk."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
     """Turns an error of writing into one that says how to fix it."""
     try:
         yield
     except OSError as error:
-        raise not_writable(folder, error) from None
-
-
-def not_writable(folder: Path, error: OSError) -> UserError:
-    """The error of a folder that cannot be written to, or whose disk is full."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            "disk-full",
-            f"{folder}: {error.strerror}",
-            why="what is finished is kept",
-            hint="make room, and give the same command again: it resumes",
-        )
-    return UserError("out-not-writable", f"{folder} cannot be written: {error.strerror or error}", hint="--out FOLDER")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                "disk-full",
+                f"{folder}: {error.strerror}",
+                why="what is finished is kept",
+                hint="make room, and give the same command again: it resumes",
+            ) from None
+        seen = f"{folder} cannot be written: {error.strerror or error}"
+        raise UserError("out-not-writable", seen, hint="--out FOLDER") from None
 
 
 def _write_all(file: int, array: NDArray[Any], offset: int) -> None:

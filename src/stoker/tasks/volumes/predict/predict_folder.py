@@ -6,6 +6,7 @@ folder holds the predictions of one set of checkpoints and options; others are r
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from stoker.core.console import Advance, Answer, Say, format_table, progress_bar, say, shown, some
+from stoker.core.console import Advance, Answer, format_table, progress_bar, say, say_notes, shown, some
 from stoker.core.errors import Interrupted, UsageError, UserError
 from stoker.core.units import count, size_text
 from stoker.io.stores import ReadFailure, is_url
@@ -38,7 +39,6 @@ from stoker.tasks.volumes.predict.output import (
     RawVolume,
     Workspace,
     disk_errors,
-    free_bytes,
     only_one,
     settings_of,
     write_submission,
@@ -48,15 +48,13 @@ from stoker.tasks.volumes.predict.postprocess import apply_step, parse_chain, wo
 from stoker.tasks.volumes.predict.segmenter import (
     Scale,
     Segmenter,
-    SlidingWindow,
-    WindowGrid,
     check_channels,
     decided,
     predict_volume,
-    prediction_size,
     scaled,
     segmenter_of,
 )
+from stoker.tasks.volumes.predict.windows import SlidingWindow, WindowGrid, prediction_size
 from stoker.tasks.volumes.segment import TrainedVolumeModel, open_trained
 
 SUBMISSION = "submission.zip"
@@ -92,7 +90,7 @@ def predict(
     """Writes the classes of each volume's voxels into a folder; the same command again resumes there."""
     if out is None:
         raise UsageError("no-out", "no folder for the predictions given", hint="--out predictions/")
-    cases = cases_to_predict(data, say)
+    cases = cases_to_predict(data)
     trained = [open_trained(path, say, settings, raw=raw) for path in (checkpoint, *(more or ()))]
     config = trained[0].config
     options = PredictionOptions(
@@ -100,8 +98,7 @@ def predict(
         format_ or "tiff", parse_chain(config.predict_postprocess), submission, force,
     )  # fmt: skip
     try:
-        with progress_bar("predicting", None, unit="windows") as advance:
-            found = predict_folder(trained, cases, out, options, progress=advance, say=say)
+        found = predict_folder(trained, cases, out, options)
     except KeyboardInterrupt:
         raise Interrupted("interrupted", "stopped by Ctrl-C", hint="the same command resumes") from None
     for name, reason in found.bad:
@@ -135,7 +132,7 @@ def _text(found: VolumePredictions) -> str:
     return table if found.submission is None else f"{table}\n\n{found.submission}: {len(rows)} volumes"
 
 
-def cases_to_predict(data: Sequence[str], say: Say = lambda _line: None) -> tuple[Case, ...]:
+def cases_to_predict(data: Sequence[str]) -> tuple[Case, ...]:
     """The cases of volume files, Zarr folders and URLs, YAML lists, folders of volumes, and the layouts of data sets
     (their test part)."""
     found: list[Case] = []
@@ -154,8 +151,7 @@ def cases_to_predict(data: Sequence[str], say: Say = lambda _line: None) -> tupl
             found += map(_single, files)
         else:
             listed = open_cases(place.url if isinstance(place, UrlPath) else place, "test")
-            for note in listed.notes:
-                say(f"note: {note}")
+            say_notes(listed.notes)
             found += listed.cases
     ids = [case.id for case in found]
     if twice := sorted({name for name in ids if ids.count(name) > 1}):
@@ -168,7 +164,7 @@ def cases_to_predict(data: Sequence[str], say: Say = lambda _line: None) -> tupl
     return tuple(found)
 
 
-def warn_if_unprepared(trained: TrainedVolumeModel, cases: Sequence[Case], say: Say) -> None:
+def warn_if_unprepared(trained: TrainedVolumeModel, cases: Sequence[Case]) -> None:
     """Warns if the network was trained on voxels that packing had changed, and these volumes are unchanged."""
     root = trained.config.data_root
     with suppress(UserError, OSError, ReadFailure):
@@ -204,19 +200,13 @@ def _has_layout(place: Place) -> bool:
 
 
 def predict_folder(
-    trained: Sequence[TrainedVolumeModel],
-    cases: Sequence[Case],
-    out: Path,
-    options: PredictionOptions,
-    *,
-    progress: Advance | None = None,
-    say: Say = lambda _line: None,
+    trained: Sequence[TrainedVolumeModel], cases: Sequence[Case], out: Path, options: PredictionOptions
 ) -> VolumePredictions:
     """Predicts every case into `out`. A case that cannot be read is set aside; all other problems are raised
     before anything is predicted."""
     segmenter = segmenter_of(trained)
     options.check(segmenter.classes)
-    warn_if_unprepared(trained[0], cases, say)
+    warn_if_unprepared(trained[0], cases)
     volumes = OpenVolumes(reading_options(trained[0].config, cases))
     jobs, bad = _opened(cases, volumes, segmenter, out, options)
     with disk_errors(out):
@@ -231,7 +221,8 @@ def predict_folder(
         _check_resources(waiting, out, segmenter, options)
         # Written first, so that it never lists a file made with other settings.
         manifest.write()
-        finished, failed = _predict_all(waiting, manifest, segmenter, options, progress, say)
+        with progress_bar("predicting", None, unit="windows") as advance:
+            finished, failed = _predict_all(waiting, manifest, segmenter, options, advance)
         bad += failed
         done = [finished.get(job.id) or manifest.known(job) for job in jobs if job.id not in dict(failed)]
         submission = None
@@ -272,12 +263,7 @@ def _opened(
 
 
 def _predict_all(
-    jobs: Sequence[Job],
-    manifest: Manifest,
-    segmenter: Segmenter,
-    options: PredictionOptions,
-    progress: Advance | None,
-    say: Say,
+    jobs: Sequence[Job], manifest: Manifest, segmenter: Segmenter, options: PredictionOptions, progress: Advance
 ) -> tuple[dict[str, PredictedVolume], list[tuple[str, str]]]:
     finished: dict[str, PredictedVolume] = {}
     failed: list[tuple[str, str]] = []
@@ -295,11 +281,10 @@ def _predict_all(
 
         def advance(done: int, _of: int | None, skipped: int = skipped) -> None:
             # Windows predicted by an earlier start do not count, or the rate would be wrong.
-            if progress is not None:
-                progress(before + done - skipped, total)  # noqa: B023 - called before the next volume begins
+            progress(before + done - skipped, total)  # noqa: B023 - called before the next volume begins
 
         try:
-            finished[job.id] = _predict_one(job, workspace, segmenter, options, advance, say)
+            finished[job.id] = _predict_one(job, workspace, segmenter, options, advance)
         except ReadFailure as failure:
             failed.append((job.id, str(failure)))
             workspace.remove()
@@ -314,7 +299,7 @@ def _predict_all(
 
 
 def _predict_one(
-    job: Job, workspace: Workspace, segmenter: Segmenter, options: PredictionOptions, progress: Advance, say: Say
+    job: Job, workspace: Workspace, segmenter: Segmenter, options: PredictionOptions, progress: Advance
 ) -> PredictedVolume:
     began_s = time.monotonic()
 
@@ -325,7 +310,7 @@ def _predict_one(
             found = decided(probabilities, options.threshold)
         workspace.result.write(region, found.cpu().numpy())  # waits for the device, once in a row of windows
 
-    predict_volume(segmenter, job.images, take, sliding=options.sliding, carried=workspace, progress=progress, say=say)
+    predict_volume(segmenter, job.images, take, sliding=options.sliding, carried=workspace, progress=progress)
     result = workspace.result
     for number, step in enumerate(options.post):
         cleaned = RawVolume(workspace.folder / f"post.{number % 2}", job.shape, result.dtype)
@@ -353,7 +338,7 @@ def _check_resources(jobs: Sequence[Job], out: Path, segmenter: Segmenter, optio
     extra = min(2, len(options.post))
     needed = max(job.size.disk_bytes + extra * job.size.result_bytes for job in jobs)
     needed += int(share * sum(job.size.result_bytes for job in jobs)) * (2 if options.submission else 1)
-    free = free_bytes(out)
+    free = shutil.disk_usage(out).free
     if needed > free:
         raise UserError(
             "disk-too-small",

@@ -3,29 +3,24 @@
 Windows are predicted row by row. A row's sums are in memory only while windows still add to them; what the next layer
 of windows will add to waits in a file (`Carried`). So memory grows with the length of one axis, not with the volume.
 
-Windows form a grid: layers along z, in a layer rows along y, in a row one window beside the other along x. Along each
-axis the Gaussian weights of all windows are divided by their sum, so the weights at a voxel sum to one, and the result
-needs no division.
-
 segmenter = segmenter_of([open_trained(path)])
 mask = predicted_mask(segmenter, [open_volume(ref)])
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from stoker.core.console import Advance, Say
+from stoker.core.console import Advance, say
 from stoker.core.errors import UserError
 from stoker.tasks.volumes.augment import memory_format_of, normalise
 from stoker.tasks.volumes.cases.survey import Normalization, Statistics, measure, value_range
@@ -39,16 +34,10 @@ from stoker.tasks.volumes.formats.volume import (
     check_finite,
     read_padded,
 )
-from stoker.tasks.volumes.patches.patches import grid_starts
+from stoker.tasks.volumes.predict.windows import SlidingWindow, Window, WindowGrid
 from stoker.tasks.volumes.segment import TrainedVolumeModel
 from stoker.train.compute import Precision, set_matmul_precision
 
-AXES = "zyx"
-DEFAULT_OVERLAP = 0.5
-# As a share of the window's length, nnU-Net's choice: a window counts 3,000 times less at its border, where a network
-# sees only half of what surrounds a voxel, than in its middle.
-SIGMA = 1 / 8
-_FLOAT_BYTES = 4
 Take = Callable[[Region, Tensor], None]
 """Takes a finished box: its region, and the probabilities (classes but the first, z, y, x) of its voxels in float32, on
 the device. The probability of class 0 is the rest to one. The tensor is reused: copy what is needed later."""
@@ -57,160 +46,6 @@ Numbers = tuple[list[float], list[float]]
 Scale = Literal["float16", "uint8"]
 READERS = 2
 """Threads that read the next windows while the network works on these."""
-
-
-@dataclass(frozen=True)
-class SlidingWindow:
-    """How windows are laid over a volume."""
-
-    overlap: float = DEFAULT_OVERLAP
-    """Share of a window that overlaps the next one, at least."""
-    flips: str = ""
-    """Axes along which windows are also predicted mirrored (`zyx`: eight predictions of each window, averaged)."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.overlap < 1:
-            raise UserError(
-                "bad-overlap", f"the overlap is {self.overlap}", why="it is a share of the window below 1", hint="0.5"
-            )
-        if set(self.flips) - set(AXES) or len(set(self.flips)) < len(self.flips):
-            raise UserError(
-                "bad-flips", f"the axes to flip are {self.flips!r}", why="the axes are z, y and x", hint="zyx, or yx"
-            )
-
-    @property
-    def mirrored(self) -> list[tuple[int, ...]]:
-        """The sets of axes (0 to 2) along which a window is mirrored, none at all first."""
-        axes = sorted(AXES.index(name) for name in self.flips)
-        return [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
-
-
-@dataclass(frozen=True)
-class AxisWindows:
-    """The windows along one axis."""
-
-    size: int
-    """Length of the volume."""
-    length: int
-    """Length of a window."""
-    starts: tuple[int, ...]
-    """Negative if the window is longer than the volume, which is then centred in it."""
-
-    @property
-    def extent(self) -> int:
-        """From the start of the first window to the end of the last."""
-        return self.starts[-1] + self.length - self.starts[0]
-
-    def closes_at(self, number: int) -> int:
-        """No later window adds anything before this place."""
-        return self.starts[number + 1] if number + 1 < len(self.starts) else self.starts[-1] + self.length
-
-    @cached_property
-    def weights(self) -> NDArray[np.float32]:
-        """(windows, length): how much a window counts at each of its voxels; over all windows, one at every voxel."""
-        distance = (np.arange(self.length) - (self.length - 1) / 2) / (self.length * SIGMA)
-        gaussian = np.exp(-0.5 * distance**2)
-        total = np.zeros(self.extent)
-        for start in self.starts:
-            total[start - self.starts[0] :][: self.length] += gaussian
-        shares = [gaussian / total[start - self.starts[0] :][: self.length] for start in self.starts]
-        return np.array(shares, np.float32)
-
-
-class Window(NamedTuple):
-    """One window by its numbers along the axes."""
-
-    layer: int
-    row: int
-    column: int
-
-
-@dataclass(frozen=True)
-class WindowGrid:
-    """The windows over a volume."""
-
-    shape: Shape
-    patch: Shape
-    overlap: float = DEFAULT_OVERLAP
-
-    @cached_property
-    def axes(self) -> tuple[AxisWindows, AxisWindows, AxisWindows]:
-        z, y, x = (
-            AxisWindows(size, length, tuple(grid_starts(size, length, self.overlap)))
-            for size, length in zip(self.shape, self.patch, strict=True)
-        )
-        return z, y, x
-
-    @property
-    def layers(self) -> int:
-        return len(self.axes[0].starts)
-
-    def __len__(self) -> int:
-        return self.layers * self.windows_per_layer
-
-    @property
-    def windows_per_layer(self) -> int:
-        return len(self.axes[1].starts) * len(self.axes[2].starts)
-
-    def layer(self, number: int) -> Iterator[Window]:
-        """The windows of a layer, row by row."""
-        for row, column in itertools.product(range(len(self.axes[1].starts)), range(len(self.axes[2].starts))):
-            yield Window(number, row, column)
-
-    def region(self, window: Window) -> Region:
-        """The region of a window; it sticks out of a volume that is smaller than the patch."""
-        z, y, x = (axis.starts[number] for axis, number in zip(self.axes, window, strict=True))
-        return box_at((z, y, x), self.patch)
-
-    def carried_planes(self, layer: int) -> int:
-        """Planes at the start of a layer that the layer before has already added to."""
-        z = self.axes[0]
-        return 0 if layer == 0 else z.starts[layer - 1] + z.length - z.starts[layer]
-
-    def carried_shape(self, layer: int, classes: int) -> tuple[int, int, int, int]:
-        """Sums that are carried into a layer: (y, classes but the first, z, x)."""
-        return self.axes[1].extent, classes - 1, self.carried_planes(layer), self.axes[2].extent
-
-    def row_shape(self, classes: int) -> tuple[int, int, int, int]:
-        """Sums of the row that is being predicted: (classes but the first, z, y, x)."""
-        return classes - 1, self.patch[0], self.patch[1], self.axes[2].extent
-
-
-@dataclass(frozen=True)
-class PredictionSize:
-    """What it takes to predict one volume."""
-
-    windows: int
-    layers: int
-    passes: int
-    """Windows times the flips and the networks: what the time is proportional to."""
-    sums_bytes: int
-    """On the device: the sums of the row of windows that is open. Linear in the length of x; y and z do not matter."""
-    carried_bytes: int
-    """On disk: the sums of planes that two layers share, of two layers."""
-    result_bytes: int
-    """On disk: the result before it is compressed into its format."""
-
-    @property
-    def disk_bytes(self) -> int:
-        """While predicting: sums, the result, and once more the result in its format, if nothing can be compressed."""
-        return self.carried_bytes + 2 * self.result_bytes
-
-
-def prediction_size(
-    shape: Shape, patch: Shape, sliding: SlidingWindow, *, classes: int, networks: int = 1, voxel_bytes: int = 1
-) -> PredictionSize:
-    """Windows, memory and disk for a volume; `voxel_bytes` are those of a voxel of the result."""
-    grid = WindowGrid(shape, patch, sliding.overlap)
-    carried = [int(np.prod(grid.carried_shape(layer, classes))) for layer in range(grid.layers)]
-    return PredictionSize(
-        windows=len(grid),
-        layers=grid.layers,
-        passes=len(grid) * len(sliding.mirrored) * networks,
-        sums_bytes=int(np.prod(grid.row_shape(classes))) * _FLOAT_BYTES,
-        carried_bytes=2 * max(carried) * _FLOAT_BYTES,
-        result_bytes=int(np.prod(shape, dtype=object)) * voxel_bytes,
-    )
 
 
 @dataclass(frozen=True)
@@ -323,7 +158,6 @@ def predict_volume(
     statistics: tuple[Statistics, Statistics] | None = None,
     carried: Carried | None = None,
     progress: Advance | None = None,
-    say: Say = lambda _line: None,
 ) -> None:
     """Gives `take` the probabilities of every voxel, box by box: each voxel exactly once, z ascending.
 
@@ -347,9 +181,11 @@ def predict_volume(
                 begin = 0
                 while begin < len(windows):
                     piece = slice(begin, begin + batch)
-                    found = _unless_out_of_memory(segmenter, voxels[piece], numbers, sliding.mirrored)
-                    if found is None:
-                        batch = _smaller(batch, say)
+                    found: Tensor | None = None
+                    with suppress(torch.OutOfMemoryError):
+                        found = segmenter.probabilities(voxels[piece], numbers, sliding.mirrored)
+                    if found is None:  # not in a handler: its traceback would hold the tensors
+                        batch = _smaller(batch)
                         continue
                     for window, probabilities in zip(windows[piece], found, strict=True):
                         sums.add(window, probabilities)
@@ -510,16 +346,7 @@ def measured(images: Sequence[Volume], normalize: Normalization) -> tuple[Statis
     return np.array([mean for mean, _ in pairs], np.float32), np.array([std for _, std in pairs], np.float32)
 
 
-def _unless_out_of_memory(
-    segmenter: Segmenter, voxels: Tensor, statistics: Numbers, mirrored: Sequence[tuple[int, ...]]
-) -> Tensor | None:
-    try:
-        return segmenter.probabilities(voxels, statistics, mirrored)
-    except torch.OutOfMemoryError:
-        return None  # the caller tries again outside this handler, whose traceback holds the tensors
-
-
-def _smaller(batch: int, say: Say) -> int:
+def _smaller(batch: int) -> int:
     if batch == 1:
         raise UserError(
             "out-of-device-memory",

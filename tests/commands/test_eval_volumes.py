@@ -14,9 +14,9 @@ from PIL import Image
 
 from stoker.cli import main
 from stoker.report.run_facts import read_evaluation
-from stoker.tasks.volumes import volume_evaluation
 from stoker.tasks.volumes.predict.postprocess import parse_chain, post_processed
 from stoker.tasks.volumes.predict.segmenter import predicted_mask, segmenter_of
+from stoker.tasks.volumes.scores import report
 from stoker.tasks.volumes.scores.whole import score_volume
 from stoker.tasks.volumes.segment import open_trained
 from stoker.tasks.volumes.volume_evaluation import choose_cases, read_label
@@ -32,7 +32,7 @@ def run(scroll_run: Path) -> Path:
 def predicted(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the network predicts for its validation fold, as another program would have written it."""
     trained = open_trained(run)
-    chosen = choose_cases(trained.config, trained.rules, "val", lambda _line: None)
+    chosen = choose_cases(trained.config, trained.rules, "val")
     folder = tmp_path_factory.mktemp("predicted")
     for case in chosen.cases:
         images = [chosen.volumes.get(ref) for ref in case.images]
@@ -61,7 +61,7 @@ def test_the_validation_fold_is_scored_volume_by_volume_the_worst_first(
 ) -> None:
     found = result(capsys, "eval", run)
     trained = open_trained(run)
-    chosen = choose_cases(trained.config, trained.rules, "val", lambda _line: None)
+    chosen = choose_cases(trained.config, trained.rules, "val")
     assert {one["id"] for one in found["volumes"]} == {case.id for case in chosen.cases}
     assert len(chosen.cases) == 2
     for one in found["volumes"]:
@@ -190,7 +190,7 @@ def test_an_interrupted_evaluation_keeps_what_it_has_scored(
             raise KeyboardInterrupt
         return score_volume(name, *arguments, **options)
 
-    monkeypatch.setattr(volume_evaluation, "score_volume", interrupted)
+    monkeypatch.setattr(report, "score_volume", interrupted)
     assert main(["eval", str(run), "predict_overlap=0", "--out", str(tmp_path / "out")]) == 130
     kept = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert [one["id"] for one in kept["volumes"]] == calls[:1]

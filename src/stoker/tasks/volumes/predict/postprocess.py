@@ -123,9 +123,9 @@ def post_processed(mask: NDArray[Any], chain: Sequence[PostStep]) -> NDArray[Any
     return mask
 
 
-def working_bytes(shape: Shape, chain: Sequence[PostStep], slab_voxels: int = SLAB_VOXELS) -> int:
+def working_bytes(shape: Shape, chain: Sequence[PostStep]) -> int:
     """Memory that the chain takes at most, apart from a few numbers for each component."""
-    planes = min(shape[0], _planes_at_once(shape, slab_voxels))
+    planes = min(shape[0], _planes_at_once(shape, SLAB_VOXELS))
     # A slab for closing has its margins on both sides.
     margins = max((4 * step.number for step in chain if step.name == "closing"), default=0)
     return (planes + margins) * shape[1] * shape[2] * BYTES_PER_VOXEL if chain else 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker.config import Config
 from stoker.tasks.volumes.networks import build_volume_model
 
 STEP = 32  # between 128 and 224 px the network halves every side five times
@@ -19,9 +20,8 @@ LARGEST_SIDE = 224
 
 def nnunet(name: str, patch: tuple[int, int, int], classes: int) -> nn.Module:
     """`dynunet` is its plain U-Net, `resenc_m` its residual encoder; an output at each resolution but the lowest."""
-    return build_volume_model(
-        name, channels=1, classes=classes, patch=patch, deep_supervision=True, channels_last=False
-    )
+    config = Config(task="segment3d", model=name, patch_size=patch, deep_supervision=True, channels_last=False)
+    return build_volume_model(config, 1, classes)
 
 
 @cache

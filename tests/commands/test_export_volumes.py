@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stoker.cli import main
+from stoker.config import Config
 from stoker.tasks.volumes.networks import build_volume_model
 from stoker.tasks.volumes.segment import open_trained
 from stoker.train.checkpoint.weights import load_weights
@@ -71,7 +72,8 @@ def test_torch_export_and_safetensors_give_the_same_network(
     with torch.inference_mode():
         assert torch.allclose(program(patches), wanted(checkpoint, patches), atol=1e-5)
     exported(capsys, checkpoint, tmp_path / "model.safetensors", "--to", "safetensors")
-    model = build_volume_model("small_unet", channels=2, classes=3, patch=PATCH, channels_last=False, seed=9).eval()
+    config = Config(task="segment3d", model="small_unet", patch_size=PATCH, channels_last=False, seed=9)
+    model = build_volume_model(config, 2, 3).eval()
     load_weights(model, tmp_path / "model.safetensors")
     with torch.inference_mode():
         assert torch.equal(model(patches), wanted(checkpoint, patches))

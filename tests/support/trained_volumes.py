@@ -21,15 +21,7 @@ def write_untrained_volumes(
         "batch_size": 2, "channels_last": "false",
     } | keys  # fmt: skip
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()]).config
-    model = build_volume_model(
-        config.model,
-        channels=channels,
-        classes=classes,
-        patch=patch,
-        channels_last=False,
-        seed=seed,
-        indivisible=config.indivisible_patch,
-    )
+    model = build_volume_model(config.model_copy(update={"seed": seed}), channels, classes)
     state = {
         "model": model.state_dict(),
         "ema": None,

@@ -12,24 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from stoker.config import Config
 from stoker.core.errors import UserError
 from stoker.tasks.building import count_parameters
 from stoker.tasks.volumes.networks import (
+    ARCHITECTURES,
     RESENC_PATCHES,
     VolumeModel,
     build_volume_model,
     divisor_of,
     fitting_patches,
     nnunet_strides,
-    volume_model_names,
 )
 
 SUPERVISED = ["dynunet", "residual_unet", "resenc_m", "segresnet_ds", "small_unet"]
-ALL_ONCE = [name for name in volume_model_names() if name not in ("resenc_l", "resenc_xl")]
+ALL_ONCE = [name for name in sorted(ARCHITECTURES) if name not in ("resenc_l", "resenc_xl")]
 
 
-def build(name: str, patch: tuple[int, int, int] = (32, 32, 32), **arguments: Any) -> VolumeModel:
-    return build_volume_model(name, channels=arguments.pop("channels", 1), classes=2, patch=patch, **arguments)
+def build(
+    name: str, patch: tuple[int, int, int] = (32, 32, 32), channels: int = 1, classes: int = 2, **keys: Any
+) -> VolumeModel:
+    return build_volume_model(Config(task="segment3d", model=name, patch_size=patch, **keys), channels, classes)
 
 
 def meta(name: str, patch: tuple[int, int, int], **arguments: Any) -> VolumeModel:
@@ -52,8 +55,7 @@ def test_the_case_study_s_network_has_its_number_of_parameters_and_the_presets_p
 
 def test_the_residual_encoder_computes_as_many_values_as_nnunet_says() -> None:
     """nnU-Net 2.8 gives 558,319,104 for a patch of 128³ and three classes."""
-    with torch.device("meta"):
-        model = build_volume_model("resenc_m", channels=1, classes=3, patch=(128, 128, 128), deep_supervision=True)
+    model = meta("resenc_m", (128, 128, 128), classes=3, deep_supervision=True)
     assert model.divisor == (32, 32, 32)
     values = []
     for part in model.modules():
@@ -166,7 +168,7 @@ def test_sizes_that_are_offered_fit_and_lie_around_the_patch(name: str, patch: t
 
 
 def test_a_padded_patch_gives_what_the_network_gives_for_the_patch_with_zeros() -> None:
-    padding = build("small_unet", (10, 12, 14), indivisible="pad", deep_supervision=True)
+    padding = build("small_unet", (10, 12, 14), indivisible_patch="pad", deep_supervision=True)
     plain = build("small_unet", (12, 12, 16), deep_supervision=True)
     inputs = torch.randn(1, 1, 10, 12, 14)
     outputs = padding(inputs)

@@ -13,13 +13,14 @@ PROGRAM = """
 import sys, warnings
 import torch
 import stoker.tasks.images.models, timm
-from stoker.tasks.volumes.networks import build_volume_model, volume_model_names
+from stoker.config import Config
+from stoker.tasks.volumes.networks import ARCHITECTURES, build_volume_model
 
 assert "wandb" not in sys.modules
 assert timm.is_model("resnet50")
-for name in volume_model_names():
+for name in ARCHITECTURES:
     with torch.device("meta"):
-        build_volume_model(name, channels=1, classes=2, patch=(64, 64, 64))
+        build_volume_model(Config(task="segment3d", model=name, patch_size=(64, 64, 64)), 1, 2)
 warnings.simplefilter("ignore")  # what wandb itself warns of is not ours
 import wandb
 assert wandb.__version__

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from operator import le
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,36 +106,17 @@ def _cropped(outputs: list[Tensor], size: Sequence[int]) -> list[Tensor]:
     return kept
 
 
-def network_of(config: Config, channels: int, classes: int, patch: Shape) -> VolumeModel:
-    """The network that a config asks for."""
-    return build_volume_model(
-        config.model, channels=channels, classes=classes, patch=patch, deep_supervision=config.deep_supervision,
-        gradient_checkpointing=config.gradient_checkpointing, indivisible=config.indivisible_patch,
-        channels_last=config.channels_last, dropout=config.dropout, seed=config.seed,
-    )  # fmt: skip
-
-
-def build_volume_model(
-    name: str,
-    *,
-    channels: int,
-    classes: int,
-    patch: Shape,
-    deep_supervision: bool = False,
-    gradient_checkpointing: bool = False,
-    indivisible: Literal["refuse", "pad"] = "refuse",
-    channels_last: bool = True,
-    dropout: float = 0.0,
-    seed: int = 0,
-) -> VolumeModel:
-    """The network with random weights that follow from the seed alone, on torch's default device."""
+def build_volume_model(config: Config, channels: int, classes: int) -> VolumeModel:
+    """The network that a config asks for, with random weights that follow from its seed alone, on torch's default
+    device."""
+    assert config.patch_size is not None, "the config was checked"
+    name, patch, pads = config.model, config.patch_size, config.indivisible_patch == "pad"
     architecture = _architecture(name)
-    patch = as_shape(patch)
-    if deep_supervision and not architecture.supervised:
+    if config.deep_supervision and not architecture.supervised:
         others = [other for other, known in ARCHITECTURES.items() if known.supervised]
         raise _not_supported(name, "deep_supervision: true", f"model: {', '.join(others)}")
-    if dropout > 0 and not architecture.dropout:
-        raise _not_supported(name, f"dropout: {dropout}", "dropout=0")
+    if config.dropout > 0 and not architecture.dropout:
+        raise _not_supported(name, f"dropout: {config.dropout}", "dropout=0")
     strides = architecture.strides(patch)
     divisor = _product(strides)
     if len(strides) + 1 < architecture.fewest_levels or all(map(le, patch, divisor)):
@@ -145,23 +126,17 @@ def build_volume_model(
             why="at the lowest level nothing, or a single voxel, would be left of it",
             hint=f"patch_size={[2 * max(edge, SMALLEST_EDGE) for edge in _product(architecture.strides(_USUAL))]}",
         )
-    if indivisible == "refuse" and any(edge % step for edge, step in zip(patch, divisor, strict=True)):
+    if not pads and any(edge % step for edge, step in zip(patch, divisor, strict=True)):
         raise _does_not_fit(name, patch, divisor)
-    wanted = Wanted(channels, classes, patch, deep_supervision, dropout)
+    wanted = Wanted(channels, classes, patch, config.deep_supervision, config.dropout)
     # No device in the list: the weights are drawn on the CPU, or nowhere (fake tensors).
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(config.seed)
         network = architecture.build(wanted)
-    if gradient_checkpointing:
-        _compute_again(network, architecture.blocks(), keep_draws=dropout > 0)
-    model = VolumeModel(network, divisor, pads=indivisible == "pad")
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last_3d)
-    return model
-
-
-def volume_model_names() -> list[str]:
-    return sorted(ARCHITECTURES)
+    if config.gradient_checkpointing:
+        _compute_again(network, architecture.blocks(), keep_draws=config.dropout > 0)
+    model = VolumeModel(network, divisor, pads=pads)
+    return model.to(memory_format=torch.channels_last_3d) if config.channels_last else model
 
 
 def divisor_of(name: str, patch: Shape) -> Shape:
@@ -391,7 +366,7 @@ def _architecture(name: str) -> Architecture:
     raise UserError(
         "model-unknown",
         f"model: {name} is not a network for volumes",
-        why=f"known are {', '.join(volume_model_names())}",
+        why=f"known are {', '.join(sorted(ARCHITECTURES))}",
         hint=did_you_mean(name, ARCHITECTURES) or "model=dynunet",
     )
 

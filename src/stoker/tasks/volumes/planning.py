@@ -26,7 +26,7 @@ from stoker.tasks.volumes.data import label_rules, list_cases, reading_options, 
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import Shape, as_shape, sizes_text
 from stoker.tasks.volumes.losses import build_volume_loss
-from stoker.tasks.volumes.networks import divisor_of, fitting_patches, network_of
+from stoker.tasks.volumes.networks import build_volume_model, divisor_of, fitting_patches
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import RowLayout
 from stoker.tasks.volumes.patches.patches import draw_transforms
@@ -122,7 +122,7 @@ def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep
     dtype = compute_dtype(config.precision)
     return building.traceable_step(
         # While a step is traced, the default device is meta: nothing is allocated.
-        config, partial(network_of, config, channels, classes, patch), loss,
+        config, partial(build_volume_model, config, channels, classes), loss,
         plain_batch((channels, *patch), target=patch, dtype=dtype, memory_format=memory_format_of(config)),
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, channels, classes),
     )  # fmt: skip

@@ -33,7 +33,7 @@ from stoker.tasks.device_copies import Copy
 from stoker.tasks.volumes.augment import VolumeEvalPrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import PatchLoader, VolumeData, open_loader, training_plan, validation_plan
 from stoker.tasks.volumes.losses import build_volume_loss
-from stoker.tasks.volumes.networks import build_volume_model, network_of
+from stoker.tasks.volumes.networks import build_volume_model
 from stoker.tasks.volumes.patches.labels import LabelRules
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.scores.counts import VolumeCounts
@@ -81,9 +81,7 @@ def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
 
 def build_network(config: Config, data: VolumeData, context: RunContext) -> nn.Module:
     """The network that the config describes, on its device."""
-    assert config.patch_size is not None, "the config was checked"
-    network = network_of(config, data.channels, data.rules.classes, config.patch_size)
-    model = ready_model(config, network, context)
+    model = ready_model(config, build_volume_model(config, data.channels, data.rules.classes), context)
     for weight in model.parameters():
         if weight.ndim == 5 and weight.shape[2:].numel() == 1:
             # The strides of axes of length one mean nothing, but DistributedDataParallel compares them with those of
@@ -208,14 +206,13 @@ def open_trained(
             hint="a checkpoint of a run with task: segment3d",
         )
     rules = LabelRules(int(facts["classes"]), facts["ignore"])
-    model = build_volume_model(
-        config.model, channels=int(facts["channels"]), classes=rules.classes, patch=config.patch_size,
-        # Its heads have weights too.
-        deep_supervision=bool(state["config"]["deep_supervision"]), indivisible=config.indivisible_patch,
-        channels_last=config.channels_last,
-    )  # fmt: skip
+    channels = int(facts["channels"])
+    # Without what only training needs; but the heads of deep supervision have weights too.
+    heads = bool(state["config"]["deep_supervision"])
+    plain = {"deep_supervision": heads, "gradient_checkpointing": False, "dropout": 0.0}
+    model = build_volume_model(config.model_copy(update=plain), channels, rules.classes)
     return TrainedVolumeModel(
-        path=trained.path, model=trained.load_into(model), config=config, rules=rules,
-        channels=int(facts["channels"]), averaged=trained.averaged, epoch=int(state["progress"]["epoch"]),
+        path=trained.path, model=trained.load_into(model), config=config, rules=rules, channels=channels,
+        averaged=trained.averaged, epoch=int(state["progress"]["epoch"]),
         step=int(state["progress"]["step"]),
     )  # fmt: skip

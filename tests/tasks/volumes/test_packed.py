@@ -21,9 +21,10 @@ from stoker.tasks.volumes.cases.survey import statistics_of, survey
 from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
 from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, whole
-from stoker.tasks.volumes.pack import cases_packing
-from stoker.tasks.volumes.pack.cases_packing import Tried, choose, open_source, pack_volumes, try_layouts
+from stoker.tasks.volumes.pack import layout_trial
+from stoker.tasks.volumes.pack.cases_packing import open_source, pack_volumes
 from stoker.tasks.volumes.pack.index import file_names, read_index
+from stoker.tasks.volumes.pack.layout_trial import Tried, choose, try_layouts
 from stoker.tasks.volumes.pack.make_case import VolumePack, VolumeSource
 from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, prepare_image
 from stoker.tasks.volumes.pack.write_volume import LAYOUTS, checksum, write_volume
@@ -198,9 +199,9 @@ def test_the_layout_is_chosen_by_where_the_pack_will_be_read_from() -> None:
 def test_the_trial_measures_every_layout_and_leaves_nothing_behind(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cases_packing, "TRIAL_VOXELS", 20_000)  # a slab of the volume
+    monkeypatch.setattr(layout_trial, "TRIAL_VOXELS", 20_000)  # a slab of the volume
     dropped: list[str] = []
-    monkeypatch.setattr(cases_packing, "drop_from_cache", lambda path: not dropped.append(path))
+    monkeypatch.setattr(layout_trial, "drop_from_cache", lambda path: not dropped.append(path))
     found = try_layouts(opened(source), tmp_path / "trial", (64, 16, 16))
     assert [one.layout.name for one in found.tried] == list(LAYOUTS)
     assert found.patch == (8, 16, 16)

@@ -20,14 +20,7 @@ from stoker.tasks.volumes.data import PatchRule, plan_validation
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.volume import ArrayVolume, Region, Shape
 from stoker.tasks.volumes.patches.patch_collate import PatchMaker, PatchReader
-from stoker.tasks.volumes.predict.segmenter import (
-    Carried,
-    Segmenter,
-    decided,
-    predict_volume,
-    predicted_mask,
-    scaled,
-)
+from stoker.tasks.volumes.predict.segmenter import Carried, Segmenter, decided, predict_volume, predicted_mask, scaled
 from stoker.tasks.volumes.predict.windows import SlidingWindow, WindowGrid, prediction_size
 from stoker.train.compute import Precision
 

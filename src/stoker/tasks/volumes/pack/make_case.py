@@ -25,13 +25,7 @@ from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef
 from stoker.tasks.volumes.formats.packed import stored_bytes, stored_shape
 from stoker.tasks.volumes.formats.volume import CroppedVolume, ReadingOptions, Region, Shape, Volume, Voxels, whole
 from stoker.tasks.volumes.pack.index import PackedCase, PackedFile, file_names, read_case, write_case
-from stoker.tasks.volumes.pack.preprocessing import (
-    PreparedVolume,
-    VoxelChanges,
-    new_shape,
-    prepare_image,
-    prepare_label,
-)
+from stoker.tasks.volumes.pack.preprocessing import PreparedVolume, VoxelChanges, new_grid, prepare_image, prepare_label
 from stoker.tasks.volumes.pack.write_volume import Layout, Report, checksum, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules, check_pair
 
@@ -127,7 +121,7 @@ def look(
         try:
             sources = [volumes.get(ref) for ref in case.images]
             label = None if case.label is None else volumes.get(case.label)
-            shape = new_shape(sources[0], changes)
+            shape, _ = new_grid(sources[0], changes)
         except ReadFailure as failure:
             return Looked(reason=str(failure))
         kinds = [np.dtype(np.uint8) if changes.dtype == "uint8" else source.dtype for source in sources]

@@ -180,7 +180,7 @@ def prepare_image(volume: Volume, changes: VoxelChanges) -> PreparedVolume:
         raise ReadFailure(
             volume.name, "not bytes", f"its voxels are {volume.dtype}; --dtype uint8 needs --clip LOW,HIGH for them"
         )
-    shape, affine = _new_grid(volume, changes)
+    shape, affine = new_grid(volume, changes)
     axes = None if shape == volume.shape else tuple(map(_linear, volume.shape, shape))
     kind = np.dtype(np.uint8) if to_bytes else dtype
     return PreparedVolume(volume, shape, kind, affine, limits, changes.median, axes, to_bytes)
@@ -188,17 +188,14 @@ def prepare_image(volume: Volume, changes: VoxelChanges) -> PreparedVolume:
 
 def prepare_label(volume: Volume, changes: VoxelChanges, dtype: np.dtype[Any]) -> PreparedVolume:
     """A label volume as it will be packed: resampled like the image, by its nearest voxels."""
-    shape, affine = _new_grid(volume, changes)
+    shape, affine = new_grid(volume, changes)
     axes = None if shape == volume.shape else tuple(map(_nearest, volume.shape, shape))
     return PreparedVolume(volume, shape, dtype, affine, None, None, axes, to_bytes=False)
 
 
-def new_shape(volume: Volume, changes: VoxelChanges) -> Shape:
-    """The shape of a volume when it is packed; raises ReadFailure if that needs a spacing that it does not record."""
-    return _new_grid(volume, changes)[0]
-
-
-def _new_grid(volume: Volume, changes: VoxelChanges) -> tuple[Shape, NDArray[np.float64] | None]:
+def new_grid(volume: Volume, changes: VoxelChanges) -> tuple[Shape, NDArray[np.float64] | None]:
+    """Shape and affine of a volume when it is packed; raises ReadFailure if that needs a spacing that it does not
+    record."""
     factors = changes.scale
     if changes.spacing is not None:
         if volume.affine is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -31,30 +32,23 @@ def made(
     return logits, labels.masked_fill(away, IGNORE)
 
 
-def one_hot(labels: Tensor, classes: int) -> Tensor:
-    return torch.nn.functional.one_hot(labels, classes).movedim(-1, 1).float()
-
-
-def monai_value(name: str, logits: Tensor, labels: Tensor) -> Tensor:
-    losses, classes = monai("losses"), logits.shape[1]
-    truth = one_hot(labels, classes)
-    if name == "dice":
-        return losses.DiceLoss(include_background=False, softmax=True)(logits, truth)
-    if name == "tversky":
-        return losses.TverskyLoss(include_background=False, softmax=True, alpha=0.3, beta=0.7)(logits, truth)
-    if name == "focal":
-        by_class = losses.FocalLoss(gamma=2.0, use_softmax=True, reduction="none")(logits, truth)
-        return by_class.sum(dim=1).mean()
-    assert name == "cldice"
-    value: Tensor = losses.SoftclDiceLoss(include_background=False, softmax=True, smooth=1e-12)(logits, truth)
-    return value
-
-
-@pytest.mark.parametrize(("name", "classes"), [("dice", 4), ("tversky", 4), ("focal", 4), ("cldice", 2)])
-def test_where_every_voxel_is_labelled_a_term_is_monai_s(name: str, classes: int) -> None:
+@pytest.mark.parametrize(
+    ("term", "loss", "options"),
+    [
+        ("dice", "DiceLoss", {"softmax": True}),
+        ("tversky", "TverskyLoss", {"softmax": True, "alpha": 0.3, "beta": 0.7}),
+        ("focal", "FocalLoss", {"use_softmax": True, "gamma": 2.0, "reduction": "none"}),
+        ("cldice", "SoftclDiceLoss", {"softmax": True, "smooth": 1e-12}),
+    ],
+)
+def test_where_every_voxel_is_labelled_a_term_is_monai_s(term: str, loss: str, options: dict[str, Any]) -> None:
+    classes = 2 if term == "cldice" else 4
     logits, labels = made(classes=classes, ignored=0)
-    mine = build_volume_loss(name, classes, ignore=9)(logits, labels)
-    torch.testing.assert_close(mine, monai_value(name, logits, labels), rtol=1e-5, atol=1e-6)
+    truth = torch.nn.functional.one_hot(labels, classes).movedim(-1, 1).float()
+    theirs = getattr(monai("losses"), loss)(include_background=term == "focal", **options)(logits, truth)
+    theirs = theirs.sum(dim=1).mean() if term == "focal" else theirs  # MONAI has a loss for each class
+    mine = build_volume_loss(term, classes, ignore=9)(logits, labels)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_cross_entropy_is_the_mean_over_labelled_voxels_by_sample() -> None:
@@ -85,16 +79,6 @@ def test_unlabelled_voxels_neither_change_the_loss_nor_get_a_gradient(name: str)
     assert bool((gradient[~unlabelled] != 0).any())
     other = torch.where(unlabelled, torch.randn_like(logits) * 9, logits)
     assert torch.equal(loss(other, labels), value)
-
-
-@pytest.mark.parametrize("name", TERMS)
-def test_right_predictions_cost_little_and_wrong_ones_much(name: str) -> None:
-    _, labels = made(classes=2, ignored=0)
-    labels[:, 3:5] = 1
-    right = 20 * one_hot(labels, 2)
-    loss = build_volume_loss(name, 2, IGNORE)
-    assert float(loss(right, labels)) < 0.01
-    assert float(loss(-right, labels)) > 0.8
 
 
 def test_parts_of_a_batch_add_up_to_the_batch() -> None:
@@ -129,10 +113,9 @@ def test_a_sample_without_labels_contributes_nothing_and_background_alone_gives_
     assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_only_the_logits_are_rounded(dtype: torch.dtype) -> None:
+def test_in_half_precision_only_the_logits_are_rounded() -> None:
     logits, labels = made(size=48, classes=2)  # 110,592 voxels: more than float16 can count
-    rounded = logits.to(dtype)
+    rounded = logits.half()
     loss = build_volume_loss(EVERYTHING, 2, IGNORE)
     with torch.autocast("cpu", torch.bfloat16):
         value = loss(rounded, labels)

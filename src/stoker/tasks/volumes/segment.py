@@ -68,14 +68,13 @@ def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
         config, context, load, (lambda _epoch: train, val), partial(prepare_batch, augment),
         partial(prepare_val_batch, evaluated, data.rules.outside), data.names,
     )  # fmt: skip
-    rules = data.rules
     record = RunRecord(
-        config_values(config), tuple(f"label {number}" for number in range(rules.classes)),
-        data={"classes": rules.classes, "ignore": rules.ignore, "channels": data.channels},
+        config_values(config), tuple(f"label {number}" for number in range(data.rules.classes)),
+        data={"classes": data.rules.classes, "ignore": data.rules.ignore, "channels": data.channels},
     )  # fmt: skip
     return assemble_run(
         config, context, model=model, step=step, pipeline=pipeline, val_loss=loss,
-        scoring=VolumeScoring(data.val, rules, device, config.surface_tolerance), record=record,
+        scoring=VolumeScoring(data.val, data.rules, device, config.surface_tolerance), record=record,
     )  # fmt: skip
 
 

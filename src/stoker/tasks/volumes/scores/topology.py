@@ -46,10 +46,9 @@ class Topology:
     labelled: tuple[int, int, int]
 
     @property
-    def f1(self) -> tuple[float | None, float | None, float | None]:
+    def f1(self) -> tuple[float | None, ...]:
         """F1 score by dimension; None where neither mask has a feature."""
-        a, b, c = map(_f1, self.matched, self.predicted, self.labelled)
-        return a, b, c
+        return tuple(map(_f1, self.matched, self.predicted, self.labelled))
 
     @property
     def score(self) -> float:

@@ -45,12 +45,8 @@ class Variation(NamedTuple):
     """The reverse: components that have grown together."""
 
     @property
-    def total(self) -> float:
-        return self.splits + self.merges
-
-    @property
     def score(self) -> float:
-        return 1 / (1 + ALPHA * self.total)
+        return 1 / (1 + ALPHA * (self.splits + self.merges))
 
 
 @dataclass(frozen=True)
@@ -289,26 +285,22 @@ def _within(border: Mask, inner: slice, reach: dict[tuple[int, int], int]) -> Ma
     """Which corners of the slices `inner` have a border corner within reach.
 
     The ball is put together from lines along x, so it costs its cross-section and not its volume."""
-    found = np.zeros((inner.stop - inner.start, *border.shape[1:]), bool)
+    depth, height, width = inner.stop - inner.start, *border.shape[1:]
+    found = np.zeros((depth, height, width), bool)
     lines, radius = border.copy(), 0
     for wanted in sorted(set(reach.values())):
         while radius < wanted:
             radius += 1
             lines[:, :, radius:] |= border[:, :, :-radius]
             lines[:, :, :-radius] |= border[:, :, radius:]
-        for (z, y), x in reach.items():
-            if x == wanted:
-                _or_shifted(found, lines, inner.start, z, y)
+        for z, y in (step for step, x in reach.items() if x == wanted):
+            # found[k, j] |= lines[begin + k, j + y], as far as both exist.
+            begin = inner.start + z
+            k0, k1 = max(0, -begin), min(depth, len(lines) - begin)
+            j0, j1 = max(0, -y), min(height, height - y)
+            if k0 < k1 and j0 < j1:
+                found[k0:k1, j0:j1] |= lines[begin + k0 : begin + k1, j0 + y : j1 + y]
     return found
-
-
-def _or_shifted(found: Mask, lines: Mask, start: int, z: int, y: int) -> None:
-    """found[k, j] |= lines[start + k + z, j + y], as far as both exist."""
-    depth, height = len(found), found.shape[1]
-    k0, k1 = max(0, -(start + z)), min(depth, len(lines) - start - z)
-    j0, j1 = max(0, -y), min(height, height - y)
-    if k0 < k1 and j0 < j1:
-        found[k0:k1, j0:j1] |= lines[start + z + k0 : start + z + k1, j0 + y : j1 + y]
 
 
 @cache

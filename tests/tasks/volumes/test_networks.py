@@ -185,7 +185,6 @@ def test_a_padded_patch_gives_what_the_network_gives_for_the_patch_with_zeros() 
 @pytest.mark.parametrize(
     ("name", "arguments", "error"),
     [
-        ("dynunte", {}, "model-unknown"),
         ("unet", {"deep_supervision": True}, "model-lacks-feature"),
         ("segresnet_ds", {"dropout": 0.1}, "model-lacks-feature"),
         ("residual_unet", {"patch": (16, 16, 16)}, "patch-too-small"),

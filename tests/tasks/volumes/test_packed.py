@@ -27,7 +27,7 @@ from stoker.tasks.volumes.pack.index import file_names, read_index
 from stoker.tasks.volumes.pack.layout_trial import Tried, choose, try_layouts
 from stoker.tasks.volumes.pack.make_case import VolumePack, VolumeSource
 from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, prepare_image
-from stoker.tasks.volumes.pack.write_volume import LAYOUTS, checksum, write_volume
+from stoker.tasks.volumes.pack.write_volume import LAYOUTS, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
 from stoker.tasks.volumes.patches.patches import TransformRange, training_steps
 from tests.support.s3_server import S3Server
@@ -129,8 +129,8 @@ def test_any_region_of_any_kind_of_voxels_is_a_slice(layout: str, kind: str, tmp
         np.testing.assert_array_equal(np.load(path), voxels)
 
 
-def test_damage_is_found_when_a_volume_is_opened_or_verified(own_pack: Path) -> None:
-    first, second, third = open_cases(own_pack).cases
+def test_damage_is_found_when_a_volume_is_opened(own_pack: Path) -> None:
+    first, second, _ = open_cases(own_pack).cases
     file = Path(first.images[0].location)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ReadFailure, match="the pack's index says"):
@@ -141,11 +141,6 @@ def test_damage_is_found_when_a_volume_is_opened_or_verified(own_pack: Path) -> 
     other.write_bytes(b"\x93NUMPY\x02" + other.read_bytes()[7:])
     with pytest.raises(ReadFailure, match="header"):
         open_volume(second.images[0])
-    changed = bytearray(Path(third.images[0].location).read_bytes())
-    changed[5000] ^= 1
-    Path(third.images[0].location).write_bytes(changed)
-    assert third.images[0].packed is not None
-    assert checksum(Path(third.images[0].location), third.images[0].packed) != third.images[0].packed.xxh3
 
 
 def test_an_index_that_was_changed_is_refused(own_pack: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from stoker.core.errors import UserError
-from stoker.io.stores import ReadFailure
 from stoker.tasks.volumes.augment import VolumeEvalPrepare
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.cases.survey import CaseFacts, Survey, statistics_of
@@ -134,6 +133,8 @@ def test_flips_and_checkpoints_are_averaged() -> None:
     assert np.abs(found - np.mean(by_hand, axis=0)).max() < 1e-6
     assert np.abs(found - by_hand[0]).max() > 1e-3
     assert len(SlidingWindow(flips="zyx").mirrored) == 8
+    with pytest.raises(UserError, match="'zz'"):
+        SlidingWindow(flips="zz")
 
 
 class EveryLayer(Carried):
@@ -199,16 +200,9 @@ def test_several_classes_and_channels() -> None:
     ]
     inputs = torch.stack(channels)[None]
     with torch.inference_mode():
-        wanted = model(inputs).softmax(1)[0]
+        wanted = model(inputs).softmax(1)[0, 1:].numpy()
     given = probabilities_of(found, images, statistics=statistics)
-    assert np.abs(given - wanted[1:].numpy()).max() < 1e-6
-    mask = predicted_mask(found, images, statistics=statistics)
-    assert mask.dtype == np.uint8
-    assert len(np.unique(mask)) > 2
-    # Near a tie the last bit decides.
-    best = wanted.topk(2, dim=0).values
-    clear = (best[0] - best[1] > 1e-5).numpy()
-    assert np.array_equal(mask[clear], wanted.argmax(0).numpy()[clear])
+    assert np.abs(given - wanted).max() < 1e-6
 
 
 def test_a_threshold_decides_between_two_classes() -> None:
@@ -242,14 +236,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(capsys: pytest.Captur
         probabilities_of(segmenter(Full()), [image])
 
 
-def test_bad_volumes_and_outputs_are_refused() -> None:
-    with pytest.raises(UserError, match="takes 1"):
-        probabilities_of(segmenter(Pointwise()), [volume(PATCH), volume(PATCH)])
-    broken = volume((30, 20, 20), dtype=np.float32)
-    broken.array[20, 3, 3] = np.nan
-    with pytest.raises(ReadFailure, match="not finite"):
-        probabilities_of(segmenter(Pointwise(), normalize="volume"), [broken])
-
+def test_outputs_that_are_not_finite_are_refused() -> None:
     class Overflow(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             return torch.full((len(inputs), 2, *inputs.shape[2:]), float("nan"))
@@ -257,8 +244,6 @@ def test_bad_volumes_and_outputs_are_refused() -> None:
     with pytest.raises(UserError) as error:
         probabilities_of(segmenter(Overflow()), [volume(PATCH)])
     assert error.value.name == "prediction-not-finite"
-    with pytest.raises(UserError, match="'zz'"):
-        SlidingWindow(flips="zz")
 
 
 def test_memory_depends_on_one_axis_only() -> None:

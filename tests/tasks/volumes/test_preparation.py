@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import nibabel
 import numpy as np
@@ -108,10 +107,6 @@ def test_what_cannot_be_done_is_refused() -> None:
     for text in ("5", "1,2,3", "9,1", "99%,1%", "a,b", "0,101%"):
         with pytest.raises(UsageError, match="--clip"):
             parse_clip(text)
-    wrong: list[dict[str, Any]] = [
-        {"median": 4}, {"median": 9}, {"scale": "0,1,1"}, {"scale": "1,1"}, {"scale": "1", "spacing": "1"},
-        {"dtype": "int8"},
-    ]  # fmt: skip
-    for options in wrong:
+    for options in ({"median": 9}, {"scale": "0,1,1"}):
         with pytest.raises(UsageError):
             parse_changes(**options)

@@ -90,7 +90,7 @@ def build_network(config: Config, data: VolumeData, context: RunContext) -> nn.M
 
 
 def describe_run(config: Config, run: Run, data: VolumeData) -> str:
-    """What is about to be trained, in a few lines to check before leaving it alone."""
+    """What is about to be trained, in a few lines to check before leaving it to run."""
     patch = " x ".join(map(str, data.train.patches.patch))
     if data.val is None:
         val = "no validation"
@@ -187,7 +187,6 @@ class TrainedVolumeModel:
 
     @property
     def classes(self) -> int:
-        """The network's outputs."""
         return self.rules.classes
 
 

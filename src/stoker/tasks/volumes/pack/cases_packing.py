@@ -46,8 +46,6 @@ _CACHE_BYTES = 256_000_000
 
 @dataclass(frozen=True)
 class VolumePackResult:
-    """The result of packing."""
-
     index: PackIndex
     kept: int
     """Cases finished by an earlier run."""

@@ -72,7 +72,6 @@ class TrialResult:
     fits_in_memory: bool
 
     def text(self) -> str:
-        """The table of all layouts, and what was measured."""
         rows = [
             [
                 one.layout.name,

@@ -22,7 +22,7 @@ from stoker.tasks.volumes.pack.preprocessing import PreparedVolume
 # Voxels that are held at a time; a row of blocks or shards may be larger.
 _PIECE_VOXELS = 1 << 24
 SHARD = 128
-"""Voxels of a Zarr shard along an axis: a file of two megabytes of bytes, so that a volume is not one file a chunk."""
+"""Voxels of a Zarr shard along an axis: a file of two megabytes if voxels are bytes, not a file for each chunk."""
 MOST_LABELS = 1024
 _READ_BYTES = 1 << 22
 
@@ -151,26 +151,20 @@ def create_zarr(
     path: Path, shape: Sequence[int], dtype: np.dtype[Any], chunk: Sequence[int], codecs: Sequence[Any]
 ) -> Any:
     """A new Zarr v3 array with the axes z, y, x, and before them the channels if there are four."""
-    return (
-        library("tensorstore")
-        .open(
-            {
-                "driver": "zarr3",
-                "kvstore": {"driver": "file", "path": f"{path}/"},
-                "metadata": {
-                    "shape": list(shape),
-                    "data_type": dtype.name,
-                    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
-                    "codecs": list(codecs),
-                    "dimension_names": list("czyx"[-len(shape) :]),
-                },
-                # A chunk of zeros is stored like any other: a missing one is always a lost one.
-                "store_data_equal_to_fill_value": True,
-            },
-            create=True,
-        )
-        .result()
-    )
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "metadata": {
+            "shape": list(shape),
+            "data_type": dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+            "codecs": list(codecs),
+            "dimension_names": list("czyx"[-len(shape) :]),
+        },
+        # A chunk of zeros is stored like any other: a missing one is always a lost one.
+        "store_data_equal_to_fill_value": True,
+    }
+    return library("tensorstore").open(spec, create=True).result()
 
 
 def bytes_codec(dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -235,8 +229,6 @@ class _Moments:
 
 
 class _Values:
-    """The label values that occur."""
-
     def __init__(self) -> None:
         self._found: set[int] = set()
 

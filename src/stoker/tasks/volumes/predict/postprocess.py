@@ -42,8 +42,6 @@ class Planes(Protocol):
 
 
 class ArrayPlanes:
-    """A mask in memory."""
-
     def __init__(self, array: NDArray[Any]) -> None:
         self.array = array
 
@@ -61,8 +59,6 @@ class ArrayPlanes:
 
 @dataclass(frozen=True)
 class PostStep:
-    """One step of the chain."""
-
     name: StepName
     number: int = 0
     """Voxels of the smallest component that stays; radius of the closing."""

@@ -315,16 +315,14 @@ def _predict_one(
     for number, step in enumerate(options.post):
         cleaned = RawVolume(workspace.folder / f"post.{number % 2}", job.shape, result.dtype)
         apply_step(step, result, cleaned)
-        if result is not workspace.result:
-            result.close()
+        result.close()
         result = cleaned
     foreground = None
     if options.probabilities is None:
         voxels = job.shape[0] * job.shape[1] * job.shape[2]
         foreground = sum(int(np.count_nonzero(result.planes(z, z + 1))) for z in range(job.shape[0])) / voxels
     write_volume(result, job.target, options.file_format)
-    if result is not workspace.result:
-        result.close()
+    result.close()
     seconds = time.monotonic() - began_s
     return PredictedVolume(job.id, job.target, job.shape, job.size.windows, seconds, foreground)
 

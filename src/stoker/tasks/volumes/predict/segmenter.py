@@ -267,7 +267,7 @@ class _RowSums:
         self._load(0)
 
     def add(self, window: Window, probabilities: Tensor) -> None:
-        """Adds a window; they come in their order."""
+        """Adds a window; they come in order."""
         while self._row < window.row:
             self.close_row()
         x = self._grid.axes[2]
@@ -276,7 +276,7 @@ class _RowSums:
         self._sums[..., begin : begin + x.length].addcmul_(probabilities, weights)
 
     def close_row(self) -> None:
-        """The row has no more windows: takes what no later one adds to, and goes on with the next row, if any."""
+        """The row has no more windows: hands over what no later one adds to, and moves on to the next row, if any."""
         z, y, x = self._grid.axes
         planes = z.closes_at(self._layer) - z.starts[self._layer]
         rows = y.closes_at(self._row) - y.starts[self._row]
@@ -302,7 +302,7 @@ class _RowSums:
             self._load(kept)
 
     def _load(self, begin: int) -> None:
-        """Begins with what the layer before has left, for the rows of voxels from `begin` on."""
+        """Starts from what the previous layer has left, for the rows of voxels from `begin` on."""
         planes = self._grid.carried_planes(self._layer)
         if planes and begin < self._grid.patch[1]:
             y = self._grid.axes[1]

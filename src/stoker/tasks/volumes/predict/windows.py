@@ -51,10 +51,6 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class AxisWindows:
-    """The windows along one axis."""
-
-    size: int
-    """Length of the volume."""
     length: int
     """Length of a window."""
     starts: tuple[int, ...]
@@ -91,8 +87,6 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowGrid:
-    """The windows over a volume."""
-
     shape: Shape
     patch: Shape
     overlap: float
@@ -100,7 +94,7 @@ class WindowGrid:
     @cached_property
     def axes(self) -> tuple[AxisWindows, AxisWindows, AxisWindows]:
         z, y, x = (
-            AxisWindows(size, length, tuple(grid_starts(size, length, self.overlap)))
+            AxisWindows(length, tuple(grid_starts(size, length, self.overlap)))
             for size, length in zip(self.shape, self.patch, strict=True)
         )
         return z, y, x

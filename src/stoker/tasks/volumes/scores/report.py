@@ -67,7 +67,7 @@ class ScoreOptions:
     out: Path | None
     """Folder for scores and pictures."""
     pictures: int
-    """Number of volumes, the worst ones, of which planes are kept."""
+    """How many of the worst volumes are drawn."""
 
     @property
     def chain(self) -> str:

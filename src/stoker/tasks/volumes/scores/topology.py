@@ -106,22 +106,19 @@ def octants(shape: Sequence[int]) -> list[tuple[slice, ...]]:
 
 
 def match_octants(_argument: Any, parent: Parent) -> None:
-    """In a child process: the features of each octant that the parent sends."""
+    """In a child process: for each octant that the parent sends, its features that are matched, predicted and labelled,
+    by dimension."""
     for task in parent.messages():
         shape = tuple(task["shape"])
         masks = [
             np.unpackbits(np.frombuffer(task[name], np.uint8), count=int(np.prod(shape))).reshape(shape).view(bool)
             for name in ("prediction", "label")
         ]
-        parent.answer(match(masks[0], masks[1]).tolist())
-
-
-def match(prediction: NDArray[np.bool_], label: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """(3, 3): features matched, predicted and labelled, of each dimension."""
-    # Inverted: the filtration adds zeros first, so its features are the foreground's.
-    found = load_matcher().compute_matching((~prediction).astype(np.uint8), (~label).astype(np.uint8))
-    matched = np.asarray(found.num_matched, np.int64)
-    return np.stack([matched, matched + found.num_unmatched_input1, matched + found.num_unmatched_input2])
+        # Inverted: the filtration adds zeros first, so its features are the foreground's.
+        found = load_matcher().compute_matching(*((~mask).astype(np.uint8) for mask in masks))
+        matched = np.asarray(found.num_matched, np.int64)
+        counts = matched, matched + found.num_unmatched_input1, matched + found.num_unmatched_input2
+        parent.answer(np.stack(counts).tolist())
 
 
 def _packed(mask: NDArray[np.bool_]) -> bytes:

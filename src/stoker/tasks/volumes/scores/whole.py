@@ -2,7 +2,7 @@
 surface competition, by its published definition.
 
 That score is 0.30 TopoScore + 0.35 surface Dice at 2 voxels + 0.35 / (1 + 0.3 VOI), the mean over volumes. Every value
-but 0 is foreground; voxels that the label leaves open are background in both masks.
+but 0 is foreground; unlabelled voxels are background in both masks.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def score_surface(
 
 
 def foreground(prediction: NDArray[Any], label: NDArray[Any], ignore: int | None) -> tuple[Mask, Mask]:
-    """Both as masks, with background where the label leaves open what is there."""
+    """Both as masks, with background where nothing is labelled."""
     ours, theirs = prediction != 0, label != 0
     if ignore is not None:
         known = label != ignore

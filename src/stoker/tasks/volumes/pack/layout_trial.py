@@ -6,6 +6,7 @@ where it does not, most patches come from the disk.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -177,7 +178,7 @@ def _share(refs: Sequence[VolumeRef]) -> float:
         facts = ref.packed
         assert facts is not None
         shape = stored_shape(facts.shape, facts.block if facts.kind == "blocks" else 0)
-        plain += int(np.prod(shape, dtype=object)) * np.dtype(facts.dtype).itemsize
+        plain += math.prod(shape) * np.dtype(facts.dtype).itemsize
         stored += facts.bytes
     return stored / max(1, plain)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
 import time
 from collections.abc import Sequence
@@ -50,12 +51,12 @@ class Looked:
 
     @property
     def voxels(self) -> int:
-        return int(np.prod(self.shape, dtype=object))
+        return math.prod(self.shape)
 
     def packed_bytes(self, layout: Layout) -> int:
         """Size of its files, before compression."""
         stored = stored_shape(self.shape, layout.block if layout.kind == "blocks" else 0)
-        return int(np.prod(stored, dtype=object)) * (self.image_bytes + self.label_bytes)
+        return math.prod(stored) * (self.image_bytes + self.label_bytes)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def look(
             return Looked(reason=str(failure))
         kinds = [np.dtype(np.uint8) if changes.dtype == "uint8" else source.dtype for source in sources]
         label_bytes = 0 if label is None else (label.dtype if rules is None else rules.dtype).itemsize
-        voxels = int(np.prod(sources[0].shape, dtype=object))
+        voxels = math.prod(sources[0].shape)
         zipped = [one for one in sources if one.name.lower().endswith(".gz")]
         decoded = max((voxels * one.dtype.itemsize for one in zipped), default=0)
         return Looked(shape, sum(min(kind.itemsize, 4) for kind in kinds), label_bytes, decoded)
@@ -171,7 +172,7 @@ def make_case(pack: VolumePack, number: int, *, verify: bool, report: Report) ->
     source, (part, case) = pack.source, pack.source.cases[number]
     found = finished_case(pack, number)
     if found is not None and not (verify and _damaged(pack, found)):
-        report(sum(int(np.prod(file.facts.shape, dtype=object)) for file in found.files))
+        report(sum(math.prod(file.facts.shape) for file in found.files))
         return True
     volumes = OpenVolumes(source.reading)
     channels = tuple(volumes.get(ref) for ref in case.images)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import zipfile
@@ -268,8 +269,7 @@ class RawVolume:
 
     @property
     def size_bytes(self) -> int:
-        depth, height, width = self.shape
-        return self.channels * depth * height * width * int(self.dtype.itemsize)
+        return self.channels * math.prod(self.shape) * int(self.dtype.itemsize)
 
     def write(self, region: Region, voxels: NDArray[Any]) -> None:
         """Writes (channels, z, y, x), or (z, y, x) for a single channel; the region spans the whole x axis."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.core.errors import UserError, did_you_mean
 from stoker.tasks.volumes.formats.opening import library
-from stoker.tasks.volumes.formats.volume import Shape
+from stoker.tasks.volumes.formats.volume import Shape, as_shape
 
 StepName = Literal["remove_small", "fill_holes", "closing"]
 # Voxels that are labelled at once; see BYTES_PER_VOXEL.
@@ -47,8 +47,7 @@ class ArrayPlanes:
 
     @property
     def shape(self) -> Shape:
-        z, y, x = self.array.shape
-        return z, y, x
+        return as_shape(self.array.shape)
 
     def planes(self, start: int, stop: int) -> NDArray[Any]:
         return self.array[start:stop].copy()

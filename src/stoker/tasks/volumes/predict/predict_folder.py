@@ -6,6 +6,7 @@ folder holds the predictions of one set of checkpoints and options; others are r
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -319,8 +320,8 @@ def _predict_one(
         result = cleaned
     foreground = None
     if options.probabilities is None:
-        voxels = job.shape[0] * job.shape[1] * job.shape[2]
-        foreground = sum(int(np.count_nonzero(result.planes(z, z + 1))) for z in range(job.shape[0])) / voxels
+        found = sum(int(np.count_nonzero(result.planes(z, z + 1))) for z in range(job.shape[0]))
+        foreground = found / math.prod(job.shape)
     write_volume(result, job.target, options.file_format)
     result.close()
     seconds = time.monotonic() - began_s

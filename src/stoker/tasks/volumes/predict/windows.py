@@ -8,6 +8,7 @@ needs no division.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.formats.volume import Region, Shape, box_at
+from stoker.tasks.volumes.formats.volume import Region, Shape, as_shape, box_at
 from stoker.tasks.volumes.patches.patches import grid_starts
 
 AXES = "zyx"
@@ -92,12 +93,11 @@ class WindowGrid:
     overlap: float
 
     @cached_property
-    def axes(self) -> tuple[AxisWindows, AxisWindows, AxisWindows]:
-        z, y, x = (
+    def axes(self) -> tuple[AxisWindows, ...]:
+        return tuple(
             AxisWindows(length, tuple(grid_starts(size, length, self.overlap)))
             for size, length in zip(self.shape, self.patch, strict=True)
         )
-        return z, y, x
 
     @property
     def layers(self) -> int:
@@ -117,8 +117,8 @@ class WindowGrid:
 
     def region(self, window: Window) -> Region:
         """The region of a window; it sticks out of a volume that is smaller than the patch."""
-        z, y, x = (axis.starts[number] for axis, number in zip(self.axes, window, strict=True))
-        return box_at((z, y, x), self.patch)
+        start = as_shape(axis.starts[number] for axis, number in zip(self.axes, window, strict=True))
+        return box_at(start, self.patch)
 
     def carried_planes(self, layer: int) -> int:
         """Planes at the start of a layer that the layer before has already added to."""
@@ -160,12 +160,12 @@ def prediction_size(
 ) -> PredictionSize:
     """Windows, memory and disk for a volume; `voxel_bytes` are those of a voxel of the result."""
     grid = WindowGrid(shape, patch, sliding.overlap)
-    carried = [int(np.prod(grid.carried_shape(layer, classes))) for layer in range(grid.layers)]
+    carried = [math.prod(grid.carried_shape(layer, classes)) for layer in range(grid.layers)]
     return PredictionSize(
         windows=len(grid),
         layers=grid.layers,
         passes=len(grid) * len(sliding.mirrored) * networks,
-        sums_bytes=int(np.prod(grid.row_shape(classes))) * _FLOAT_BYTES,
+        sums_bytes=math.prod(grid.row_shape(classes)) * _FLOAT_BYTES,
         carried_bytes=2 * max(carried) * _FLOAT_BYTES,
-        result_bytes=int(np.prod(shape, dtype=object)) * voxel_bytes,
+        result_bytes=math.prod(shape) * voxel_bytes,
     )

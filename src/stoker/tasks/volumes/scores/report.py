@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from stoker.config import Config
@@ -216,7 +216,7 @@ class ScoreReport:
 
     def _processes(self, shape: Sequence[int]) -> int:
         """How many octants are matched at once: as many as there are cores, and as fit into memory."""
-        voxels = max(int(np.prod([part.stop - part.start for part in octant])) for octant in octants(shape))
+        voxels = max(math.prod(part.stop - part.start for part in octant) for octant in octants(shape))
         need, memory = voxels * BYTES_PER_VOXEL, read_memory()
         if memory is None:
             return 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -85,7 +86,7 @@ def compare_topology(
     try:
         share_out(match_octants, None, tasks, workers=processes, on_message=lambda _message: None, on_answer=add)
     except ChildDied as death:
-        voxels = max(int(np.prod(task["shape"])) for task in tasks)
+        voxels = max(math.prod(task["shape"]) for task in tasks)
         raise UserError(
             "topology-failed",
             f"matching the topology of an octant ended early: its process {death.how}",
@@ -111,7 +112,7 @@ def match_octants(_argument: Any, parent: Parent) -> None:
     for task in parent.messages():
         shape = tuple(task["shape"])
         masks = [
-            np.unpackbits(np.frombuffer(task[name], np.uint8), count=int(np.prod(shape))).reshape(shape).view(bool)
+            np.unpackbits(np.frombuffer(task[name], np.uint8), count=math.prod(shape)).reshape(shape).view(bool)
             for name in ("prediction", "label")
         ]
         # Inverted: the filtration adds zeros first, so its features are the foreground's.

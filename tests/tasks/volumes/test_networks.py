@@ -22,8 +22,8 @@ from stoker.tasks.volumes.networks import (
     build_volume_model,
     divisor_of,
     fitting_patches,
-    nnunet_strides,
 )
+from stoker.tasks.volumes.unets import nnunet_strides
 
 SUPERVISED = ["dynunet", "residual_unet", "resenc_m", "segresnet_ds", "small_unet"]
 ALL_ONCE = [name for name in sorted(ARCHITECTURES) if name not in ("resenc_l", "resenc_xl")]

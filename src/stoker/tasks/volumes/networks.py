@@ -26,10 +26,9 @@ from stoker.core.console import silent_libraries
 from stoker.core.errors import UserError, did_you_mean
 from stoker.tasks.volumes import unets
 from stoker.tasks.volumes.formats.volume import Shape, as_shape, sizes_text
+from stoker.tasks.volumes.unets import SMALLEST_EDGE, Wanted, nnunet_strides, supervised_levels
 
 _USUAL: Shape = (32, 32, 32)
-SMALLEST_EDGE = 4
-"""Voxels that nnU-Net leaves along an axis at the lowest level."""
 RESENC_PATCHES: dict[str, Shape] = {
     "resenc_m": (128, 128, 128),
     "resenc_l": (192, 192, 192),
@@ -37,15 +36,6 @@ RESENC_PATCHES: dict[str, Shape] = {
 }
 """nnU-Net's presets are one architecture; they differ in the patch that fits their memory target of 8, 24 and 40 GB at
 batch 2. These are the planner's patches for large volumes of cubic voxels."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    channels: int
-    classes: int
-    patch: Shape
-    deep_supervision: bool
-    dropout: float
 
 
 @dataclass(frozen=True)
@@ -167,25 +157,6 @@ def monai(module: str) -> Any:
 # Sizes.
 
 
-def nnunet_strides(patch: Shape) -> list[Shape]:
-    """nnU-Net's rule for cubic voxels: an axis is halved while at least four voxels would be left of it, or six if no
-    other axis is halved with it."""
-    sizes = list(patch)
-    strides: list[Shape] = []
-    while True:
-        halved = [size >= 2 * SMALLEST_EDGE for size in sizes]
-        if not any(halved):
-            return strides
-        # An axis that was halved less often than the others is halved alone.
-        voxels = [sum(stride[axis] == 2 for stride in strides) for axis in range(3)]
-        finest = min(voxels[axis] for axis in range(3) if halved[axis])
-        halved = [halved[axis] and voxels[axis] == finest for axis in range(3)]
-        if sum(halved) == 1 and sizes[halved.index(True)] < 3 * SMALLEST_EDGE:
-            return strides
-        strides.append(as_shape(2 if half else 1 for half in halved))
-        sizes = [-(-size // stride) for size, stride in zip(sizes, strides[-1], strict=True)]
-
-
 def _halved(times: int) -> Callable[[Shape], list[Shape]]:
     return lambda patch: [(2, 2, 2)] * times  # noqa: ARG005
 
@@ -223,29 +194,13 @@ def _does_not_fit(name: str, patch: Shape, divisor: Shape) -> UserError:
 # Networks.
 
 
-def _supervised_levels(levels: int) -> int:
-    """Outputs with deep supervision: all of the decoder's levels but the coarsest, as in nnU-Net, and at least two."""
-    return max(levels - 2, min(2, levels - 1))
-
-
-def _residual_unet(wanted: Wanted, halvings: int = 4, **sizes: Any) -> nn.Module:
-    levels = _supervised_levels(halvings + 2) if wanted.deep_supervision else 1
-    return unets.residual_unet(wanted.channels, wanted.classes, supervised=levels, dropout=wanted.dropout, **sizes)
-
-
-def _resenc(wanted: Wanted) -> nn.Module:
-    strides = nnunet_strides(wanted.patch)
-    levels = _supervised_levels(len(strides) + 1) if wanted.deep_supervision else 1
-    return unets.resenc_unet(wanted.channels, wanted.classes, strides, supervised=levels, dropout=wanted.dropout)
-
-
 class DynUNet(nn.Module):
     """MONAI's blocks without its recursion, which keeps a second name for every weight and the last outputs."""
 
     def __init__(self, wanted: Wanted) -> None:
         super().__init__()
         strides = nnunet_strides(wanted.patch)
-        heads = _supervised_levels(len(strides) + 1) - 1
+        heads = supervised_levels(len(strides) + 1) - 1
         net = monai("networks.nets").DynUNet(
             3, wanted.channels, wanted.classes,
             kernel_size=[3] * (len(strides) + 1), strides=[(1, 1, 1), *strides], upsample_kernel_size=strides,
@@ -323,8 +278,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         DynUNet, nnunet_strides, fewest_levels=3,
         blocks=_monai_blocks((_DYNUNET, "UnetBasicBlock"), (_DYNUNET, "UnetUpBlock")),
     ),
-    "residual_unet": Architecture(_residual_unet, _halved(4)),
-    **{name: Architecture(_resenc, nnunet_strides) for name in RESENC_PATCHES},
+    "residual_unet": Architecture(lambda wanted: unets.residual_unet(wanted), _halved(4)),
+    **{name: Architecture(unets.resenc_unet, nnunet_strides) for name in RESENC_PATCHES},
     "segresnet": Architecture(
         _segresnet, _halved(3), supervised=False, blocks=_monai_blocks(("networks.blocks.segresnet_block", "ResBlock"))
     ),
@@ -333,7 +288,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         blocks=_monai_blocks(("networks.nets.segresnet_ds", "SegResBlock")),
     ),
     "small_unet": Architecture(
-        partial(_residual_unet, halvings=2, base=8, multipliers=(1, 2, 4), blocks=1, bottleneck=1), _halved(2)
+        lambda wanted: unets.residual_unet(wanted, base=8, multipliers=(1, 2, 4), blocks=1, bottleneck=1), _halved(2)
     ),
     "swinunetr": Architecture(
         _swinunetr, _halved(5), supervised=False,

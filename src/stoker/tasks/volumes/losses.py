@@ -192,8 +192,8 @@ def _skeleton_recall(case: LossInputs) -> Tensor:
     """How much of the labels' skeleton, made a voxel thicker within the label, is missed (arXiv 2404.03010).
 
     The skeleton is made here, on the device, from the augmented labels, by the erosions and openings of clDice: for a
-    mask of zeros and ones that is Lantuéjoul's morphological skeleton. A thinning keeps thin lines connected, but works
-    voxel after voxel on a CPU, which would be the slowest part of making a batch. A sheet of two voxels, which has no
+    mask of zeros and ones that is Lantuéjoul's morphological skeleton. Thinning keeps thin lines connected, but works
+    voxel by voxel on a CPU, which would be the slowest part of making a batch. A sheet of two voxels, which has no
     middle, stays whole. Only classes that occur count.
     """
     with torch.no_grad():

@@ -195,7 +195,7 @@ def _does_not_fit(name: str, patch: Shape, divisor: Shape) -> UserError:
 
 
 class DynUNet(nn.Module):
-    """MONAI's blocks without its recursion, which keeps a second name for every weight and the last outputs."""
+    """MONAI's blocks without its recursion, which gives every weight a second name and holds on to the last outputs."""
 
     def __init__(self, wanted: Wanted) -> None:
         super().__init__()

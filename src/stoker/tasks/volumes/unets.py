@@ -73,7 +73,7 @@ class Style:
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a shortcut; a stride is taken by the first, and by average pooling in the shortcut."""
+    """Two convolutions beside a shortcut; the first has the stride, as has average pooling in the shortcut."""
 
     def __init__(self, inputs: int, outputs: int, style: Style, strides: Shape = (1, 1, 1)) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ def try_layouts(source: VolumeSource, folder: Path, patch: Shape) -> TrialResult
 
 
 def choose(tried: Sequence[Tried], *, fits_in_memory: bool) -> Layout:
-    """The fastest layout where the pack will be read from; among those that are about as fast, the smallest."""
+    """The fastest layout for where the pack will be read; among those that are about as fast, the smallest."""
     seconds = {one.layout.name: one.seconds(fits_in_memory=fits_in_memory) for one in tried}
     close = [one for one in tried if seconds[one.layout.name] <= ALIKE * min(seconds.values())]
     return min(close, key=lambda one: (one.bytes, seconds[one.layout.name])).layout

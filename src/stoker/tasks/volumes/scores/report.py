@@ -90,8 +90,8 @@ def score_options(
 
 
 class ScoreReport:
-    """Scores volumes, `total` in all, sorts them, the worst first, and keeps planes of the worst. The scores are
-    written after every volume: an evaluation can take a night, and Ctrl-C must not lose it."""
+    """Scores volumes (`total` of them), sorts them with the worst first, and keeps pictures of the worst. The scores
+    are written after every volume: an evaluation can take a night, and Ctrl-C must not lose it."""
 
     def __init__(self, source: dict[str, Any], place: str, scoring: ScoreOptions, total: int, title: str) -> None:
         self._source, self._place, self._scoring, self._total, self._title = source, place, scoring, total, title

@@ -3,8 +3,8 @@
 Stucki et al. 2023, 2024: two features match if they become one and the same in the union of both masks. Which of
 several candidates that is depends on the order in which Betti-Matching-3D adds voxels, so a score that is to equal the
 competition's has to come from that code. The package `topolosses` ships it compiled; it also ships Qt, and asks for
-the OpenCV with windows, which would overwrite the one without that we use. So it is not a dependency: this module loads
-the one compiled file out of it, which needs nothing else (pip install --no-deps topolosses).
+the OpenCV with windows, which would overwrite the headless one that we use. So it is not a dependency: this module
+loads the one compiled file out of it, which needs nothing else (pip install --no-deps topolosses).
 
 Octants of a volume are matched in separate processes: the code holds the GIL for as long as it runs, and takes over a
 kilobyte of memory per voxel, which is freed when its process ends.

@@ -210,8 +210,8 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 # element sits on every corner between voxels whose 2 x 2 x 2 neighbours are not all alike. It has the area of the
 # surface that marching cubes draws through these eight, and counts if an element of the other surface lies within the
 # tolerance. Nothing but background lies outside the volume. The package itself holds two float64 distance maps of the
-# whole volume, and uses names that numpy has removed; here a volume goes by in slabs, and areas are looked up at the
-# very end, so the result does not depend on the slabs.
+# whole volume, and uses names that numpy has removed; here a volume is processed in slabs, and areas are looked up at
+# the very end, so the result does not depend on the slabs.
 
 _Corner = tuple[int, int, int]
 _CORNERS: tuple[_Corner, ...] = tuple(itertools.product((0, 1), repeat=3))  # type: ignore[arg-type]
@@ -284,7 +284,7 @@ def _reach(tolerance: float, spacing: Spacing) -> dict[tuple[int, int], int]:
 def _within(border: Mask, inner: slice, reach: dict[tuple[int, int], int]) -> Mask:
     """Which corners of the slices `inner` have a border corner within reach.
 
-    The ball is put together from lines along x, so it costs its cross-section and not its volume."""
+    The ball is put together from lines along x, so its cost grows with its cross-section, not its volume."""
     depth, height, width = inner.stop - inner.start, *border.shape[1:]
     found = np.zeros((depth, height, width), bool)
     lines, radius = border.copy(), 0

@@ -17,8 +17,6 @@ from stoker.stage.hydrate import (
     Hydrated,
     HydrateOptions,
     hydrate,
-    in_calls,
-    parse_states,
     read_through,
 )
 from stoker.stage.transfer import RateLimit
@@ -79,6 +77,21 @@ def test_released_files_are_restored_in_batches_whatever_they_are_called(tmp_pat
     again = hydrate(data)
     assert (again.way, again.restored) == ("nothing to do", 0)
     assert all(action == "hsm_state" for action, _ in lustre.state()["calls"][before:])
+
+
+def test_names_too_long_for_one_command_line_are_asked_about_in_smaller_groups(
+    tmp_path: Path, lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / "data"
+    while len(str(deep)) < 3700:
+        deep /= "x" * 100
+    paths = write_files(deep, [f"{number:0240d}" for number in range(500)], size=10)
+    for number in range(4):  # the environment has a share of the limit
+        monkeypatch.setenv(f"LARGE_{number}", "x" * 100_000)
+    lustre.release(paths[:1])
+    found = hydrate(tmp_path / "data")
+    assert (found.way, found.files, found.restored, found.failed) == ("restore", 500, 1, ())
+    assert max(files for _, files in lustre.state()["calls"]) == 250
 
 
 def test_a_file_that_vanishes_or_is_refused_does_not_hold_up_the_others(tmp_path: Path, lustre: FakeLustre) -> None:
@@ -167,11 +180,11 @@ def test_other_mounts_are_read_and_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_reading_keeps_to_its_limit_and_gives_up_on_a_dead_server(tmp_path: Path) -> None:
     paths = [os.fsencode(path) for path in write_files(tmp_path, numbered(8), size=250_000)]
     began = time.monotonic()
-    assert read_through(paths, RateLimit(2e6), lambda _files, _bytes: None, stall_s=30) == {}
+    assert read_through(paths, RateLimit(2e6), lambda _files, _bytes: None, readers=32, stall_s=30) == {}
     assert time.monotonic() - began > 0.7  # 2 MB at 2 MB/s, less the first reads, which need not wait
     os.mkfifo(tmp_path / "dead")  # opening it waits for a writer that never comes
     failed = read_through(
-        [*paths, os.fsencode(tmp_path / "dead")], RateLimit(None), lambda _files, _bytes: None, stall_s=1
+        [*paths, os.fsencode(tmp_path / "dead")], RateLimit(None), lambda _files, _bytes: None, readers=32, stall_s=1
     )
     assert failed == {os.fsencode(tmp_path / "dead"): "not a byte for 1 s"}
 
@@ -218,16 +231,3 @@ def test_the_command_fetches_reports_and_can_be_interrupted(
     assert main(command) == 0
     assert f"restored  {len(left)} files by lfs" in capsys.readouterr().out
     assert set(lustre.released()) == {paths[20]}
-
-
-def test_output_is_matched_by_the_names_that_were_asked_for() -> None:
-    asked = [b"/d/a\n/d/b: (0x0000000d) released exists archived, archive_id:1", b"/d/b"]
-    text = asked[0] + b": (0x00000000)\n" + asked[1] + b": (0x0000004d) released exists archived lost_from_hsm\n"
-    assert [(state.released, state.problem is not None) for state in parse_states(text, asked)] == [
-        (False, False),
-        (True, True),
-    ]
-    assert parse_states(asked[0] + b": (0x0", asked) == []
-    groups = list(in_calls([b"x" * 30_000] * 7 + [b"y"] * 5, 3))
-    assert [len(group) for group in groups] == [3, 3, 3, 3]
-    assert sum(map(len, groups)) == 12

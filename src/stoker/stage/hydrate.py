@@ -8,6 +8,7 @@ Nothing is recorded: the file system knows what is there, so running again conti
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -16,13 +17,12 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from stoker.core.console import Advance, Say, Transfer
 from stoker.core.errors import UsageError, UserError
@@ -103,13 +103,12 @@ def hydrate(
         str(path), None if mount is None else mount.kind, files=len(files.sizes), bytes=sum(files.sizes.values())
     )
     work = _Work(done, files.sizes, how, RateLimit(how.limit_rate), progress, say)
-    with Lfs(done.kind, how.call_s) as lfs:
-        try:
-            work.restore_released(lfs)
-        except LfsFailed as error:
-            done.note = str(error)
-            work.read_instead(lfs)
-            done.way = "restore, then read" if done.restored else "read"
+    try:
+        work.restore_released(Lfs(done.kind, how.call_s))
+    except LfsFailed as error:
+        done.note = str(error)
+        work.read_instead()
+        done.way = "restore, then read" if done.restored else "read"
     failed = files.unreadable | work.failed
     done.failed = tuple((os.fsdecode(name), failed[name]) for name in sorted(failed))
     done.seconds = time.monotonic() - began
@@ -172,9 +171,9 @@ class _Work:
     def restore_released(self, lfs: Lfs) -> None:
         """Raises LfsFailed if `lfs` does not work, or nothing arrives even after asking again."""
         paths = list(self.sizes)
-        lfs.states(paths[:1])  # one file shows whether this is Lustre, before we ask about a million
+        lfs.ask("hsm_state", paths[:1])  # one file shows whether this is Lustre, before we ask about a million
         self.say(f"asking lfs about {count(len(paths), 'file')}")
-        states = lfs.states(paths)
+        states = lfs.ask("hsm_state", paths)
         self.failed |= {path: state.problem for path, state in states.items() if state.problem is not None}
         self.done.released = sum(state.released for state in states.values())
         self.waiting.extend(path for path, state in states.items() if state.released and state.problem is None)
@@ -192,9 +191,9 @@ class _Work:
                 while self.waiting and len(self.under_way) + len(more) < self.how.batch and not self.rate.wait_s():
                     self.rate.take(self.sizes[self.waiting[0]])
                     more.append(self.waiting.popleft())
-                self._ask(lfs, more)
+                self._restore(lfs, more)
             time.sleep(pause_s)
-            if self._look(lfs) or not self.under_way:
+            if self._note(lfs.ask("hsm_state", list(self.under_way))) or not self.under_way:
                 pause_s, since, asked_again = look_s, time.monotonic(), False
                 continue
             pause_s = min(LONGEST_LOOK_S, 2 * pause_s, self.how.stall_s / 4)
@@ -203,59 +202,44 @@ class _Work:
                 if asked_again:
                     raise LfsFailed(late)
                 self.say(f"{late}; asking for {count(len(self.under_way), 'file')} again")
-                self._ask(lfs, list(self.under_way))
+                self._restore(lfs, list(self.under_way))
                 since, asked_again = time.monotonic(), True
 
-    def read_instead(self, lfs: Lfs) -> None:
+    def read_instead(self) -> None:
         """Reads what was not restored: the rest, or everything where `lfs` is of no use."""
-        left, restoring = [*self.under_way, *self.waiting], self.done.way == "restore"
-        if restoring:
+        left = [*self.under_way, *self.waiting]
+        if self.done.way == "restore":
             self.say(f"{self.done.note}; reading the remaining {count(len(left), 'file')} instead")
         else:
             self.say(_why_reading(self.done))
             left, self.of = list(self.sizes), (self.done.files, self.done.bytes)
-        how = self.how
-        self.failed |= read_through(left, self.rate, self._show, readers=how.readers, stall_s=how.stall_s)
-        read = [path for path in left if path not in self.failed]
-        still: list[bytes] = []
-        if restoring:
-            with suppress(LfsFailed):  # then nobody can say
-                still = [path for path, state in lfs.states(read).items() if state.released]
-        self.failed |= dict.fromkeys(still, "still released after it was read")
-        self.done.read = len(read) - len(still)
+        unread = read_through(left, self.rate, self._show, readers=self.how.readers, stall_s=self.how.stall_s)
+        self.failed |= unread
+        self.done.read = len(left) - len(unread)
 
     def _show(self, files: int = 0, size: int = 0) -> None:
         self.progress(self.ended[0] + files, self.of[0], self.ended[1] + size, self.of[1])
 
-    def _ask(self, lfs: Lfs, paths: Sequence[bytes]) -> None:
+    def _restore(self, lfs: Lfs, paths: Sequence[bytes]) -> None:
         self.under_way |= dict.fromkeys(paths)
-        for path, reason in lfs.restore(paths).items():
-            self._ended(path, reason)
+        self._note(lfs.ask("hsm_restore", paths))
 
-    def _look(self, lfs: Lfs) -> bool:
-        """Whether anything has arrived since the last look."""
-        before = len(self.under_way)
-        for path, state in lfs.states(list(self.under_way)).items():
-            if not state.released or state.problem is not None:
-                self._ended(path, state.problem)
-                self.done.restored += state.problem is None
+    def _note(self, states: dict[bytes, FileState]) -> bool:
+        """Whether some of these files have ended: they are there now, or cannot be restored."""
+        ended = [path for path, state in states.items() if not state.released or state.problem is not None]
+        for path in ended:
+            del self.under_way[path]
+            self.ended = self.ended[0] + 1, self.ended[1] + self.sizes[path]
+            if (problem := states[path].problem) is not None:
+                self.failed[path] = problem
+            else:
+                self.done.restored += 1
         self._show()
-        return len(self.under_way) < before
-
-    def _ended(self, path: bytes, reason: str | None) -> None:
-        del self.under_way[path]
-        self.ended = self.ended[0] + 1, self.ended[1] + self.sizes[path]
-        if reason is not None:
-            self.failed[path] = reason
+        return bool(ended)
 
 
 def read_through(
-    paths: Sequence[bytes],
-    rate: RateLimit,
-    progress: Callable[[int, int], None],
-    *,
-    readers: int = HydrateOptions.readers,
-    stall_s: float,
+    paths: Sequence[bytes], rate: RateLimit, progress: Callable[[int, int], None], *, readers: int, stall_s: float
 ) -> dict[bytes, str]:
     """Reads every file once and throws the bytes away; returns those that could not be read, with the reason.
 
@@ -282,18 +266,14 @@ def read_through(
 
     def work() -> None:
         buffer = bytearray(chunk)
-        while not stop.is_set():
-            with lock:
-                if not waiting:
-                    return
+        with suppress(IndexError):  # no file is left
+            while not stop.is_set():
                 path = waiting.popleft()
-            reason = None
-            try:
-                read_file(path, buffer)
-            except OSError as error:
-                reason = error.strerror or str(error)
-            with lock:
-                ended[path] = reason
+                try:
+                    read_file(path, buffer)
+                    ended[path] = None
+                except OSError as error:
+                    ended[path] = error.strerror or str(error)
 
     for _ in range(min(readers, len(paths))):
         # Daemons: a read that a dead server never answers must not keep the program from ending.
@@ -303,15 +283,13 @@ def read_through(
         while before[0] < len(paths) and time.monotonic() - since <= stall_s:
             if before[0] >= 0:
                 time.sleep(TICK_S)
-            with lock:
-                now = len(ended), read
+            now = len(ended), read
             progress(*now)
             if now != before:
                 before, since = now, time.monotonic()
+        found = {path: ended.get(path, f"not a byte for {stall_s:.0f} s") for path in paths}
     finally:
         stop.set()
-    with lock:
-        found = {path: ended.get(path, f"not a byte for {stall_s:.0f} s") for path in paths}
     return {path: reason for path, reason in found.items() if reason is not None}
 
 
@@ -354,8 +332,6 @@ CALLS_AT_ONCE = 8
 STATES_PER_CALL = 500
 RESTORES_PER_CALL = 50
 """Older clients refuse a request above a third of 5 KB, and a file takes 32 bytes of it."""
-ARGUMENT_BYTES = 100_000
-"""Far below the kernel's limit on arguments, however large the environment."""
 MOST_FAILURES = 20
 """Consecutive single files that fail: then `lfs` is at fault, not the files."""
 _STATE = re.compile(rb": \(0x([0-9a-fA-F]+)\)[^\n]*\n")
@@ -375,40 +351,26 @@ class FileState(NamedTuple):
     """Why it cannot be restored, or its state is not known."""
 
 
+@dataclass(frozen=True)
 class Lfs:
-    """The program, with several calls at once; none outlives the `with` block."""
+    """The program, run for some files at a time."""
 
-    def __init__(self, kind: str | None, call_s: float) -> None:
-        self._kind, self._call_s = kind, call_s
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="lfs")
+    kind: str | None
+    """The kind of file system, for the error where there is no such program."""
+    call_s: float
 
-    def __enter__(self) -> Self:
-        return self
+    def ask(self, action: Literal["hsm_state", "hsm_restore"], paths: Sequence[bytes]) -> dict[bytes, FileState]:
+        """The state of each file, or whether it may be restored; what is restored arrives later. Raises LfsFailed if
+        that works for no file."""
+        most = STATES_PER_CALL if action == "hsm_state" else RESTORES_PER_CALL
+        found: dict[bytes, FileState] = {}
+        with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="lfs") as pool:
+            calls = (paths[begin : begin + most] for begin in range(0, len(paths), most))
+            for answers in pool.map(lambda some: self._answers(action, some), calls):
+                found |= answers
+        return found
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(self._running):
-            process.kill()
-
-    def states(self, paths: Sequence[bytes]) -> dict[bytes, FileState]:
-        """The state of each file. Raises LfsFailed if it cannot be asked at all."""
-        return self._answers("hsm_state", paths, STATES_PER_CALL)
-
-    def restore(self, paths: Sequence[bytes]) -> dict[bytes, str]:
-        """Asks for the content of these files, which arrives later; returns those that were refused, with the reason.
-
-        Raises LfsFailed if nothing may be restored.
-        """
-        answers = self._answers("hsm_restore", paths, RESTORES_PER_CALL)
-        return {path: state.problem for path, state in answers.items() if state.problem is not None}
-
-    def _answers(self, action: str, paths: Sequence[bytes], most: int) -> dict[bytes, FileState]:
-        answers = self._pool.map(lambda some: self._answers_of(action, some), in_calls(paths, most))
-        found = dict(chain.from_iterable(some.items() for some in answers))
-        return {path: found[path] for path in paths}
-
-    def _answers_of(self, action: str, paths: Sequence[bytes]) -> dict[bytes, FileState]:
+    def _answers(self, action: str, paths: Sequence[bytes]) -> dict[bytes, FileState]:
         """One missing file makes the whole call fail: halving finds it, and the others are answered."""
         found: dict[bytes, FileState] = {}
         waiting, in_a_row = [paths], 0
@@ -416,7 +378,7 @@ class Lfs:
             some = waiting.pop()
             code, out, said = self._call(action, some)
             asked = [FileState(True)] * len(some) if code == 0 else []
-            known = parse_states(out, some) if action == "hsm_state" else asked
+            known = _parse_states(out, some) if action == "hsm_state" else asked
             if len(known) == len(some):
                 found |= zip(some, known, strict=True)
                 in_a_row = 0
@@ -435,33 +397,25 @@ class Lfs:
         """Exit code, output, and the last line of its errors."""
         program = shutil.which("lfs")
         if program is None:
-            not_lustre = f"it is not Lustre, but {self._kind or 'unknown'}"
-            raise LfsFailed("lfs is not installed" if self._kind == "lustre" else not_lustre)
+            not_lustre = f"it is not Lustre, but {self.kind or 'unknown'}"
+            raise LfsFailed("lfs is not installed" if self.kind == "lustre" else not_lustre)
         try:
-            process = subprocess.Popen(
-                [program, action, *paths], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, env=os.environ | {"LC_ALL": "C"},
-                # We handle Ctrl-C: a call that it ended would count as a failure of `lfs`.
-                start_new_session=True,
+            # A session of its own, because we handle Ctrl-C: a call that it ended would count as a failure of `lfs`.
+            ended = subprocess.run(
+                [program, action, *paths], stdin=subprocess.DEVNULL, capture_output=True, timeout=self.call_s,
+                env=os.environ | {"LC_ALL": "C"}, start_new_session=True,
             )  # fmt: skip
-        except OSError as error:
-            raise LfsFailed(f"{program} cannot be run: {error.strerror or error}") from None
-        self._running.add(process)
-        try:
-            out, complaints = process.communicate(timeout=self._call_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            # A process that hangs in the kernel does not end even when killed: leave it.
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=1.0)
-            raise LfsFailed(f"lfs {action} did not answer in {self._call_s:.0f} s") from None
-        finally:
-            self._running.discard(process)
-        lines = complaints.decode(errors="backslashreplace").strip().splitlines()
-        return process.returncode, out, lines[-1] if lines else f"exit code {process.returncode}"
+            raise LfsFailed(f"lfs {action} did not answer in {self.call_s:.0f} s") from None
+        except OSError as error:
+            if error.errno == errno.E2BIG and len(paths) > 1:  # the names fill more than the kernel's limit
+                return error.errno, b"", str(error)
+            raise LfsFailed(f"{program} cannot be run: {error.strerror or error}") from None
+        lines = ended.stderr.decode(errors="backslashreplace").strip().splitlines()
+        return ended.returncode, ended.stdout, lines[-1] if lines else f"exit code {ended.returncode}"
 
 
-def parse_states(output: bytes, asked: Sequence[bytes]) -> list[FileState]:
+def _parse_states(output: bytes, asked: Sequence[bytes]) -> list[FileState]:
     """The states in the output of `lfs hsm_state` for these files, as far as it goes.
 
     Names are matched in the order in which they were asked for, so a name may contain anything, even a line break.
@@ -476,15 +430,3 @@ def parse_states(output: bytes, asked: Sequence[bytes]) -> list[FileState]:
         found.append(FileState(bool(flags & RELEASED), "lost from the archive, too" if flags & LOST else None))
         at = match.end()
     return found
-
-
-def in_calls(paths: Sequence[bytes], most: int) -> Iterator[Sequence[bytes]]:
-    """The files in groups that fit on a command line."""
-    begin = size = 0
-    for end, path in enumerate(paths):
-        if end > begin and (end - begin == most or size + len(path) > ARGUMENT_BYTES):
-            yield paths[begin:end]
-            begin, size = end, 0
-        size += len(path) + 1
-    if begin < len(paths):
-        yield paths[begin:]

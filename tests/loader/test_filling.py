@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.io.cache import CopyPlace, FileVersion
+from stoker.io.cache import CopyPlace
+from stoker.io.stores import FileVersion
 from stoker.loader.filling import Files, Share
 from stoker.tasks.images.data import choose_decoding, open_samples, training_plan, validation_plan
 from stoker.tasks.images.image_staging import ImageFiles

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 import xxhash
@@ -41,6 +41,7 @@ from stoker.io.local_copy import MANIFEST, LocalCopy
 from stoker.io.stores import (
     MAX_OBJECT_BYTES,
     Buffer,
+    FileVersion,
     LocalStore,
     ReadFailure,
     SourceStore,
@@ -66,13 +67,6 @@ CACHE_FOLDER = "stoker-copy"
 _ANY_SOURCE = "cache://any"
 _SIZE = re.compile(rb',"size":(\d+),')
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
-
-
-class FileVersion(NamedTuple):
-    """A file's facts as its source reports them."""
-
-    size: int
-    version: str
 
 
 @dataclass(frozen=True)
@@ -400,9 +394,6 @@ class CachedStore:
             self._copy.doubt(name)
             return None
         return data
-
-    def size_of(self, path: str) -> int:
-        return self.source.size_of(path)
 
     @property
     def is_local_now(self) -> bool:

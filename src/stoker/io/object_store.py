@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -26,7 +26,7 @@ from obstore.store import from_url
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.io import outage
-from stoker.io.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, StoreDown
+from stoker.io.stores import MAX_OBJECT_BYTES, Buffer, FileVersion, ReadFailure, StoreDown
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 _CREDENTIAL_CODES = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
@@ -83,6 +83,7 @@ MANY_RETRIES = 100_000
 # Delays between two attempts while a store does not respond.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 3.0
 UNREACHABLE = "store-unreachable"
+_Result = TypeVar("_Result")
 
 
 class ObjectStore:
@@ -134,7 +135,7 @@ class ObjectStore:
             raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
         if size == 0 and not whole:
             return b"", ""
-        return cast(tuple[Buffer, str], self._patiently(path, lambda: self._read(path, offset, size, whole, version)))
+        return self._patiently(path, lambda: self._read(path, offset, size, whole, version))
 
     def _read(self, path: str, offset: int, size: int | None, whole: bool, version: str | None) -> tuple[Buffer, str]:
         client, meta = self._connected(path), None
@@ -196,21 +197,16 @@ class ObjectStore:
         except (BaseError, OSError) as error:
             raise self._down(error) from None
 
-    def size_of(self, path: str) -> int:
-        return self.about(path)[0]
-
-    def about(self, path: str) -> tuple[int, str]:
-        """Size and version (ETag) of an object; the version is empty if the store has none."""
-
-        def ask() -> tuple[int, str]:
+    def about(self, path: str) -> FileVersion:
+        def ask() -> FileVersion:
             client = self._connected(path)
             try:
                 found = obstore.head(client, path)
             except (BaseError, OSError, ValueError) as error:
                 raise self._failure(path, error, None) from None
-            return int(found["size"]), found["e_tag"] or ""
+            return FileVersion(int(found["size"]), found["e_tag"] or "")
 
-        return cast(tuple[int, str], self._patiently(path, ask))
+        return self._patiently(path, ask)
 
     @property
     def failed(self) -> bool:
@@ -223,7 +219,7 @@ class ObjectStore:
         if (fault := self._fault_of_store(None)) is not None:
             raise fault
 
-    def _patiently(self, path: str, attempt: Callable[[], Any]) -> Any:
+    def _patiently(self, path: str, attempt: Callable[[], _Result]) -> _Result:
         """The result of a request. If the store stops responding, waits for it and then retries."""
         began_s, delay_s = time.monotonic(), FIRST_DELAY_S
         while True:

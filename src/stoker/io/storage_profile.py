@@ -228,7 +228,7 @@ def _objects(source: str) -> _Files:
             raise _nothing_below(source)
         store = open_store(parent)
         try:
-            sizes = [(name, store.size_of(name))]
+            sizes = [(name, store.about(name).size)]
         except ReadFailure:
             raise _nothing_below(source) from None
     reader = store

@@ -33,6 +33,14 @@ class Location(NamedTuple):
     """None for a whole object whose size was not listed."""
 
 
+class FileVersion(NamedTuple):
+    """A file's facts as its store reports them."""
+
+    size: int
+    version: str
+    """Its ETag, or the time of its last change; empty if the store has none."""
+
+
 class ReadFailure(Exception):
     """One object cannot be read; the others may be fine."""
 
@@ -64,10 +72,6 @@ class Store(Protocol):
         Raises ReadFailure if this object cannot be read, StoreDown if the store cannot."""
         ...
 
-    def size_of(self, path: str) -> int:
-        """Bytes of an object; raises like `read`."""
-        ...
-
 
 class SourceStore(Store, Protocol):
     """A store whose objects can be copied: each has a version, which changes with its content."""
@@ -76,8 +80,8 @@ class SourceStore(Store, Protocol):
         """A whole object, of this size if one is given, and its version; raises like `read`."""
         ...
 
-    def about(self, path: str) -> tuple[int, str]:
-        """Size and version of an object; raises like `read`."""
+    def about(self, path: str) -> FileVersion:
+        """The facts about an object; raises like `read`."""
         ...
 
 
@@ -119,23 +123,18 @@ class LocalStore:
 
     def fetch(self, path: str, size: int | None = None) -> tuple[Buffer, str]:
         """A whole file, and the time of its last change."""
-        version = self.about(path)[1]
+        version = self.about(path).version
         data = self.read(path, 0, size, whole=True)
-        if self.about(path)[1] != version:
+        if self.about(path).version != version:
             raise ReadFailure(path, "changed", "it was written to while it was being read")
         return data, version
 
-    def size_of(self, path: str) -> int:
-        """Bytes of a file."""
-        return self.about(path)[0]
-
-    def about(self, path: str) -> tuple[int, str]:
-        """Bytes of a file, and the time of its last change in nanoseconds."""
+    def about(self, path: str) -> FileVersion:
         try:
             now = os.stat(f"{self.root}/{path}")  # noqa: PTH116
         except OSError as error:
             raise self._failure(path, error) from None
-        return now.st_size, str(now.st_mtime_ns)
+        return FileVersion(now.st_size, str(now.st_mtime_ns))
 
     def _read_whole(self, file: _OpenFile, path: str, offset: int, size: int | None) -> bytes:
         now = os.fstat(file.descriptor)

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from stoker.core.console import Say
 from stoker.core.priority import step_back
 from stoker.core.units import count
-from stoker.io.cache import COMMIT_WHEN_IDLE_S, FileVersion, OpenCopy
+from stoker.io.cache import COMMIT_WHEN_IDLE_S, OpenCopy
 from stoker.io.prefetch import Prefetcher
-from stoker.io.stores import Buffer, ReadFailure, SourceStore, StoreDown
+from stoker.io.stores import Buffer, FileVersion, ReadFailure, SourceStore, StoreDown
 from stoker.loader.sampler import Steps
 
 MOST_IN_FLIGHT = 16
@@ -313,11 +313,11 @@ class Filler:
             yield None
 
     def _keep(self, wanted: WantedFile) -> None:
-        size = self._source.about(wanted.path)[0] if wanted.size is None else wanted.size
+        size = self._source.about(wanted.path).size if wanted.size is None else wanted.size
         if size <= PART_BYTES:
             self._copy.keep(wanted.path, *self._source.fetch(wanted.path, wanted.size))
             return
-        expected = FileVersion(*self._source.about(wanted.path))
+        expected = self._source.about(wanted.path)
         self._copy.keep_parts(wanted.path, expected, self._parts(wanted.path, expected))
 
     def _parts(self, path: str, expected: FileVersion) -> Iterator[Buffer]:

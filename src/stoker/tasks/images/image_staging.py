@@ -15,10 +15,10 @@ from stoker.core.console import Advance, Say, some
 from stoker.core.errors import UserError, did_you_mean
 from stoker.core.redact import redact_text
 from stoker.core.units import count
-from stoker.io.cache import CopyPlace, FileVersion
+from stoker.io.cache import CopyPlace
 from stoker.io.local_copy import keep_subset
 from stoker.io.prefetch import FIRST_ESTIMATE_BYTES
-from stoker.io.stores import ReadFailure, SourceStore, is_url, open_store
+from stoker.io.stores import FileVersion, ReadFailure, SourceStore, is_url, open_store
 from stoker.loader.filling import Indices, WantedFile, pieces
 from stoker.loader.loader import DEFAULT_PREFETCH
 from stoker.profile.host import HostConfig
@@ -119,7 +119,7 @@ def _shards(index: SampleIndex, source: SourceStore, below: str) -> Mapping[str,
         return {
             shard: FileVersion(int(known[shard][0]), known[shard][1] or "")
             if shard in known
-            else FileVersion(*source.about(prefix + shard))
+            else source.about(prefix + shard)
             for shard in index.shards
         }
     except ReadFailure as failure:

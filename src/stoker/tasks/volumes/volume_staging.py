@@ -11,8 +11,8 @@ from stoker.core.console import Advance, Say, shown, some
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.core.units import count
-from stoker.io.cache import CopyPlace, FileVersion
-from stoker.io.stores import is_url, open_store
+from stoker.io.cache import CopyPlace
+from stoker.io.stores import FileVersion, is_url, open_store
 from stoker.loader.filling import Indices, WantedFile
 from stoker.profile.host import HostConfig
 from stoker.tasks.base import Selection, refuse_classes
@@ -54,7 +54,7 @@ def stage_volumes(config: HostConfig, data: VolumeData, ranks: Ranks, say: Say) 
             size, _, version = ref.version.partition(" ")
             expected[path] = FileVersion(int(size), version)
         else:
-            expected[path] = FileVersion(*source.about(path))
+            expected[path] = source.about(path)
     place = CopyPlace(place.folder, place.source, expected)
     beside = files_beside(root, [], place, [], source)
     validation = None if val is None else VolumeFiles(val, place)

@@ -15,7 +15,7 @@ import numpy as np
 from stoker.core.console import Advance, shown
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
-from stoker.io.stores import Buffer, ReadFailure, Store, open_store
+from stoker.io.stores import Buffer, ReadFailure, SourceStore, open_store
 from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
 from stoker.tasks.images.layouts.sample_index import SampleIndex, sorted_index
 from stoker.tasks.images.layouts.sample_lists import LabelFileWrong, exists, numbered, read_text
@@ -66,7 +66,7 @@ def list_tars(place: str, tars: Sequence[str], progress: Advance | None = None) 
     return _index(place, tars, samples, shard_of)
 
 
-def read_tar(store: Store, place: str, tar: str) -> list[TarSample]:
+def read_tar(store: SourceStore, place: str, tar: str) -> list[TarSample]:
     """The images of one tar, with their labels; raises LabelFileWrong, with the key, for one without a label."""
     path = f"{place}/{tar}"
     samples: list[TarSample] = []
@@ -87,7 +87,7 @@ def read_tar(store: Store, place: str, tar: str) -> list[TarSample]:
     return samples
 
 
-def _groups(store: Store, path: str, tar: str) -> Iterator[tuple[str, dict[str, tuple[int, int, bytes]]]]:
+def _groups(store: SourceStore, path: str, tar: str) -> Iterator[tuple[str, dict[str, tuple[int, int, bytes]]]]:
     """Members that belong together are adjacent: the key, and by suffix the offset, size and (for labels) bytes."""
     now: str | None = None
     parts: dict[str, tuple[int, int, bytes]] = {}
@@ -105,7 +105,7 @@ def _groups(store: Store, path: str, tar: str) -> Iterator[tuple[str, dict[str, 
         yield now, parts
 
 
-def _members(store: Store, path: str, tar: str) -> Iterator[tuple[str, int, int, bytes]]:
+def _members(store: SourceStore, path: str, tar: str) -> Iterator[tuple[str, int, int, bytes]]:
     try:
         stream = _RangeFile(store, tar)
         # 'r:' is a plain tar: in a compressed one no image could be read on its own.
@@ -206,9 +206,9 @@ def read_class_names(path: str) -> tuple[str, ...]:
 class _RangeFile(io.RawIOBase):
     """An object of a store as a file that can be read and sought."""
 
-    def __init__(self, store: Store, path: str) -> None:
+    def __init__(self, store: SourceStore, path: str) -> None:
         self._store, self._path, self._at = store, path, 0
-        self._size = store.size_of(path)
+        self._size = store.about(path).size
         self.chunk = REMOTE_CHUNK if store.is_remote else LOCAL_CHUNK
 
     def readable(self) -> bool:
@@ -235,6 +235,6 @@ class _RangeFile(io.RawIOBase):
         return size
 
 
-def open_range(store: Store, path: str) -> IO[bytes]:
+def open_range(store: SourceStore, path: str) -> IO[bytes]:
     """An object of a store as a file, read in the pieces that are requested."""
     return io.BufferedReader(_RangeFile(store, path), 1 << 16)

@@ -21,7 +21,7 @@ from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.core.units import count, size_text
 from stoker.io.cache import CachedStore, CopyPlace
-from stoker.io.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, Store, open_store
+from stoker.io.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, SourceStore, Store, open_store
 from stoker.tasks.images.layouts.foreign_tars import open_range
 from stoker.tasks.images.layouts.sample_index import SampleIndex, sorted_index
 from stoker.tasks.images.layouts.sample_lists import LABEL_COLUMNS, LabelFileWrong, numbered
@@ -132,7 +132,7 @@ def sizes_of_images(index: SampleIndex) -> NDArray[np.int64]:
 class ParquetStore:
     """Images in parquet files; a path and an offset name a file and a row."""
 
-    def __init__(self, inner: Store, version: str, max_object_bytes: int) -> None:
+    def __init__(self, inner: SourceStore, version: str, max_object_bytes: int) -> None:
         self._inner, self._version, self._most = inner, version, max_object_bytes
         # A cache in front of it must not answer for other files of the same name.
         self.url = f"{inner.url}#{version}"
@@ -159,9 +159,6 @@ class ParquetStore:
             raise ReadFailure(path, "too large", f"{len(data)} bytes; the limit is {self._most}")
         return bytes(data)
 
-    def size_of(self, path: str) -> int:
-        return self._inner.size_of(path)
-
     @property
     def fetches(self) -> int:
         return getattr(self._inner, "fetches", 0)
@@ -182,7 +179,7 @@ class ParquetStore:
 class _ParquetFile:
     """One file: its columns, and row groups of them."""
 
-    def __init__(self, store: Store, place: str, file: str) -> None:
+    def __init__(self, store: SourceStore, place: str, file: str) -> None:
         import pyarrow
         from pyarrow import parquet
 

@@ -40,7 +40,7 @@ def exists(path: str) -> bool:
         return Path(path).is_file()
     folder, _, name = path.rpartition("/")
     try:
-        open_store(folder).size_of(name)
+        open_store(folder).about(name)
     except ReadFailure:
         return False
     return True

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from stoker.core.redact import redact_text
-from stoker.io.cache import CopyPlace, FileVersion
+from stoker.io.cache import CopyPlace
 from stoker.io.prefetch import Prefetcher
-from stoker.io.stores import Buffer, ReadFailure, is_url, open_store
+from stoker.io.stores import Buffer, FileVersion, ReadFailure, is_url, open_store
 from stoker.tasks.volumes.formats.volume import ReadingOptions, failure_of, identity_of, map_file
 
 Range = tuple[int, int]

@@ -22,7 +22,7 @@ import torch
 
 from bench.rounds import Spread, interleave, keep
 from stoker.profile.batch_costs import BatchClock, BatchCost
-from stoker.profile.clock_file import ClockFile, clock_header
+from stoker.profile.clock_file import ClockFile, ClockHeader
 from stoker.profile.host import HostWatch
 from stoker.profile.observed import LoaderShape
 from stoker.profile.step_clock import StepClock
@@ -122,7 +122,7 @@ class Sides:
 
 
 def open_file(folder: Path) -> ClockFile:
-    header = clock_header(LoaderShape(8, 2), cpus=8, world=1, torch_version=torch.__version__, device="cpu")
+    header = ClockHeader(LoaderShape(8, 2), cpus=8, world=1, torch=torch.__version__, device="cpu")
     return ClockFile(
         folder / "clock.jsonl",
         header,

@@ -14,7 +14,7 @@ import pytest
 from stoker.core.errors import UserError
 from stoker.doctor.diagnosing import diagnosis_of
 from stoker.profile.batch_costs import BatchCost, StageCost
-from stoker.profile.clock_file import ClockFile, clock_header
+from stoker.profile.clock_file import ClockFile, ClockHeader
 from stoker.profile.clock_reading import observed_from, read_observed
 from stoker.profile.host import HostWatch
 from stoker.profile.observed import LoaderShape
@@ -44,9 +44,9 @@ class Made:
         return 256
 
 
-def header(**shape: Any) -> dict[str, Any]:
+def header(**shape: Any) -> ClockHeader:
     loader = LoaderShape(**{"workers": 8, "prefetch": 2, "batch_size": 256, "samples": 1_281_167} | shape)
-    return clock_header(loader, cpus=8, world=1, torch_version="2.15.0", device="cpu")
+    return ClockHeader(loader, cpus=8, world=1, torch="2.15.0", device="cpu")
 
 
 def names(samples: Any) -> list[str]:
@@ -116,13 +116,13 @@ def test_short_epochs_do_not_look_faster_than_long_ones() -> None:
     # A worker takes 0.12 s per batch, the loop 0.06 s per step; in each epoch of 6 steps the first waits longer.
     epoch = {"kind": "step", "steps": 6, "samples": 6 * 64, "wait_s": 5 * 0.06, "elapsed_s": 5 * 0.12 + 0.06,
              "compute_s": 6 * 0.06, "other_s": 0.0, "epoch_starts_s": [0.12]}  # fmt: skip
-    seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[epoch] * 40], "these")
+    seen = observed_from([{"kind": "event", "event": "clock", **header().as_record()}, *[epoch] * 40], "these")
     assert (seen.steps, seen.samples) == (200, 200 * 64)
     assert seen.images_per_second == pytest.approx(64 / 0.12)
     assert seen.times.wait_share == pytest.approx(0.5)
     assert seen.times.wait_s + (seen.times.compute_s or 0) == pytest.approx(seen.times.elapsed_s)
     single = {"kind": "step", "steps": 1, "samples": 8, "wait_s": 0.0, "elapsed_s": 0.1, "epoch_starts_s": [1.0]}
-    seen = observed_from([{"kind": "event", "event": "clock", **header()}, *[single] * 3], "these")
+    seen = observed_from([{"kind": "event", "event": "clock", **header().as_record()}, *[single] * 3], "these")
     assert (seen.steps, seen.samples) == (3, 24)
 
 
@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_interpreted_is_refused_by_name(tmp_path: Path) ->
 
 
 def test_a_damaged_value_counts_as_not_measured() -> None:
-    begin = {"kind": "event", "event": "clock", **header()}
+    begin = {"kind": "event", "event": "clock", **header().as_record()}
     line = {
         "kind": "step", "steps": 10, "samples": 80, "wait_s": 0.5, "elapsed_s": 1.0, "waits_s": [0.1, 0.2],
         "steps_s": [0.3, 0.4], "batches": [[0.1, None, None, None, 8, 0, None, None]],
@@ -199,7 +199,7 @@ def grown(own: float, workers: float, *, points: int = 40, first: int = 0) -> li
 
 
 def test_memory_that_grows_beyond_its_caches_is_seen_in_a_runs_own_lines() -> None:
-    start = {"kind": "event", "event": "clock", **header(), "may_grow_bytes": 500_000_000}
+    start = {"kind": "event", "event": "clock", **header().as_record(), "may_grow_bytes": 500_000_000}
     seen = observed_from([start, *grown(0, 8e6)], "these")
     assert seen.memory is not None
     assert seen.memory.watched_s == 390

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,34 @@ HOST_EVERY_S = 10.0
 NameSamples = Callable[[Sequence[int]], list[str]]
 
 
+@dataclass(frozen=True)
+class ClockHeader:
+    """The first line of a start: how the run of the lines below it is set up."""
+
+    loader: LoaderShape
+    cpus: int
+    world: int
+    torch: str
+    """Its version."""
+    device: str
+    convolves_3d: bool | None = None
+    accelerator: AcceleratorFacts | None = None
+    storage: StorageFacts | None = None
+    may_grow_bytes: int | None = None
+    """How much its caches and buffers may grow from their initial size."""
+
+    def as_record(self) -> dict[str, Any]:
+        parts = _known({"format": FORMAT, **asdict(self), "batch_columns": list(BATCH_COLUMNS)})
+        return {name: _known(part) if isinstance(part, dict) else part for name, part in parts.items()}
+
+
 class ClockFile:
     """Appends what the clock measured; like metrics.jsonl, a full disk delays nothing."""
 
     def __init__(
         self,
         path: Path,
-        header: dict[str, Any],
+        header: ClockHeader,
         host: HostWatch,
         *,
         step: int = 0,
@@ -57,14 +78,14 @@ class ClockFile:
         self._host_due_s = time.monotonic() + HOST_EVERY_S
         self._host_told = False
         self._header = header
-        self._file.event(HEADER, step, **header)
+        self._file.event(HEADER, step, **header.as_record())
 
-    def loader_changed(self, step: int, **values: int) -> None:
+    def loader_changed(self, step: int, **values: Any) -> None:
         """The loader has other workers or another prefetch from this step on: earlier lines do not describe it."""
-        changed = {**self._header["loader"], **values}
-        if changed != self._header["loader"]:
-            self._header = {**self._header, "loader": changed}
-            self._file.event(HEADER, step, **self._header)
+        changed = replace(self._header, loader=replace(self._header.loader, **values))
+        if changed != self._header:
+            self._header = changed
+            self._file.event(HEADER, step, **changed.as_record())
 
     def step(self, step: int, epoch: int, interval: Interval) -> None:
         """The steps since the previous line, up to this one."""
@@ -84,7 +105,7 @@ class ClockFile:
         if tell_host or time.monotonic() >= self._host_due_s:
             self._host_due_s, self._host_told = time.monotonic() + HOST_EVERY_S, True
             host = self._watch.facts()
-            record["host"] = {name: value for name, value in asdict(host).items() if value is not None}
+            record["host"] = _known(asdict(host))
             record["memory"] = _memory(host.page_cache_bytes, host.shm_used_bytes)
         return record
 
@@ -104,29 +125,8 @@ def interval_record(interval: Interval, name_samples: NameSamples | None) -> dic
     return record
 
 
-def clock_header(
-    loader: LoaderShape,
-    *,
-    cpus: int,
-    world: int,
-    torch_version: str,
-    device: str,
-    accelerator: AcceleratorFacts | None = None,
-    storage: StorageFacts | None = None,
-    convolves_3d: bool | None = None,
-    may_grow_bytes: int | None = None,
-) -> dict[str, Any]:
-    """The first line of a start: how the run of the lines below it is set up. `may_grow_bytes` is how much its caches
-    and buffers may grow from their initial size."""
-    header: dict[str, Any] = {"format": FORMAT, "loader": _known(loader), "cpus": cpus, "world": world}
-    header |= {"torch": torch_version, "device": device, "convolves_3d": convolves_3d}
-    header |= {"accelerator": _known(accelerator), "storage": _known(storage), "may_grow_bytes": may_grow_bytes}
-    header["batch_columns"] = list(BATCH_COLUMNS)
-    return {name: value for name, value in header.items() if value is not None}
-
-
-def _known(record: Any) -> dict[str, Any] | None:
-    return None if record is None else {name: value for name, value in asdict(record).items() if value is not None}
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _memory(available: int | None, shm_used: int | None) -> dict[str, int]:
@@ -140,4 +140,4 @@ def _memory(available: int | None, shm_used: int | None) -> dict[str, int]:
     torch = sys.modules.get("torch")  # imported in every process that trains
     if torch is not None and torch.cuda.is_initialized():
         found["device_bytes"] = torch.cuda.max_memory_reserved()
-    return {name: value for name, value in found.items() if value is not None}
+    return _known(found)

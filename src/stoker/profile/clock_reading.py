@@ -104,9 +104,10 @@ class ClockSums:
 
     def __init__(self) -> None:
         self.intervals: list[StepTimes] = []
-        self._run = _Sums()
+        self.run = LineSums()
+        """The whole run."""
         # The sums since the last change of set-up; the same object until there is a change.
-        self._setup = self._run
+        self._setup = self.run
         self._header: Record | None = None
         self._foreign_format: Record | None = None
 
@@ -114,8 +115,8 @@ class ClockSums:
         if record.get("event") == HEADER:
             self._begin(record)
         elif record.get("kind") in ("step", "epoch"):
-            self._run.add(record)
-            if self._setup is not self._run:
+            self.run.add(record)
+            if self._setup is not self.run:
                 self._setup.add(record)
             self._add_interval(record)
 
@@ -152,36 +153,13 @@ class ClockSums:
         note = f"{count(damaged, 'damaged line')} of {Path(name).name}, which were skipped"
         return replace(observed, missing=(*observed.missing, note))
 
-    @property
-    def besides_s(self) -> dict[str, float]:
-        """Seconds of the whole run that are in no step."""
-        found = {name: self._run.totals.get(f"{name}_s") for name in ("validation", "saving")}
-        if self._run.epoch_starts_s:
-            found["epoch_starts"] = sum(self._run.epoch_starts_s)
-        return {name: seconds for name, seconds in found.items() if seconds is not None}
-
-    @property
-    def made_samples(self) -> float:
-        """Samples that all workers made in the whole run."""
-        return self._run.totals.get("made_samples", 0.0)
-
-    @property
-    def stages(self) -> dict[str, StageTime]:
-        """What the workers did in the whole run."""
-        return self._run.stage_times()
-
-    @property
-    def slowest(self) -> list[SlowSample]:
-        """The slowest samples of the whole run, each once, the slowest first."""
-        return self._run.slowest
-
     def _begin(self, header: Record) -> None:
         if header.get("format") != FORMAT and self._foreign_format is None:
             self._foreign_format = header
         # With other workers, cores or devices, earlier lines say nothing about the run as it is now.
         before = self._header
-        if not self._run.is_empty if before is None else _setup_of(before) != _setup_of(header):
-            self._setup = _Sums()
+        if not self.run.is_empty if before is None else _setup_of(before) != _setup_of(header):
+            self._setup = LineSums()
         # A process that has just started, or other workers: earlier figures do not describe their memory.
         self._setup.memory.clear()
         self._header = header
@@ -214,7 +192,7 @@ class ClockSums:
         )
 
 
-class _Sums:
+class LineSums:
     """The sum of some lines."""
 
     def __init__(self) -> None:
@@ -222,6 +200,7 @@ class _Sums:
         self.totals: dict[str, float] = {}
         self.epoch_starts_s: list[float] = []
         self.slowest: list[SlowSample] = []
+        """The slowest samples, each once, the slowest first."""
         self._stages: dict[str, dict[str, float | None]] = {}
         self._newest_steps: deque[tuple[float, float]] = deque(maxlen=NEWEST)
         self._newest_batches: deque[BatchTime] = deque(maxlen=NEWEST)
@@ -321,7 +300,16 @@ class _Sums:
             loop_grown_bytes=grown_own,
         )
 
-    def stage_times(self) -> dict[str, StageTime]:
+    @property
+    def besides_s(self) -> dict[str, float]:
+        """Seconds that are in no step."""
+        found = {name: self.totals.get(f"{name}_s") for name in ("validation", "saving")}
+        if self.epoch_starts_s:
+            found["epoch_starts"] = sum(self.epoch_starts_s)
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+    @property
+    def stages(self) -> dict[str, StageTime]:
         found = {}
         for name, sums in self._stages.items():
             read, calls = sums.get("read_bytes"), sums.get("calls")
@@ -336,7 +324,7 @@ class _Sums:
         return found
 
     def observed(self, header: Record) -> Observed:
-        totals, stages = self._between_starts(), self.stage_times()
+        totals, stages = self._between_starts(), self.stages
         loader = known_facts(LoaderShape, header.get("loader"))
         return Observed(
             source="run",

@@ -111,7 +111,7 @@ class RunReader:
             [record for record in records if record.get("kind") == kind] for kind in ("step", "epoch", "event")
         )
         state, ending = run_state(config, epochs, events, held=held)
-        made = clock.made_samples
+        made = clock.run.totals.get("made_samples", 0.0)
         predicted = [] if diagnosis is None else [prediction.as_dict() for prediction in diagnosis.predictions]
         return {
             "name": clip(folder.root.resolve().name),
@@ -121,13 +121,13 @@ class RunReader:
             "figures": figures(clock.intervals, epochs, records, config, held=held),
             "parts": sum_of_parts(clock.intervals),
             "split": bool(clock.intervals),
-            "besides": {name: rounded(seconds) for name, seconds in clock.besides_s.items()},
+            "besides": {name: rounded(seconds) for name, seconds in clock.run.besides_s.items()},
             "timeline": timeline_columns(clock.intervals),
             "epochs": epoch_columns(epochs),
             "steps": step_columns(steps),
             "memory": memory_columns(clock.intervals),
-            "stages": stage_rows(clock.stages, scale=1 / made, samples=made) if made else [],
-            "slowest": _slow_samples(clock.slowest),
+            "stages": stage_rows(clock.run.stages, scale=1 / made, samples=made) if made else [],
+            "slowest": _slow_samples(clock.run.slowest),
             **_judged(diagnosis),
             "predictions": describe_predictions([*predicted, *self._predictions.records]),
             "preview": preview_of(folder.preview_file),

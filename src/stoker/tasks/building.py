@@ -20,7 +20,7 @@ from stoker.core.units import count
 from stoker.io.cache import CopyPlace, cache_place
 from stoker.io.stores import is_url
 from stoker.loader.loader import DEFAULT_PREFETCH, LoaderOptions, choose_engine
-from stoker.profile.clock_file import clock_header
+from stoker.profile.clock_file import ClockHeader
 from stoker.profile.observed import AcceleratorFacts, LoaderShape
 from stoker.profile.step_clock import StepClock
 from stoker.tasks.base import RunData, metric_of, task_for
@@ -343,7 +343,7 @@ def loader_shape(config: HostConfig, samples: int, world: int = 1) -> LoaderShap
     )
 
 
-def run_header(config: HostConfig, run: Run, data: RunData, cpus: int) -> dict[str, Any]:
+def run_header(config: HostConfig, run: Run, data: RunData, cpus: int) -> ClockHeader:
     """The first line of a run's clock file: how its loader, device and storage are set up."""
     accelerator = None
     if run.device.type == "cuda":
@@ -353,11 +353,11 @@ def run_header(config: HostConfig, run: Run, data: RunData, cpus: int) -> dict[s
     may_grow_bytes = task_for(config).kept_bytes(config)
     if config.data_root is not None and is_url(config.data_root):
         may_grow_bytes += config.lookahead * (1 + (config.num_workers if config.loader == "process" else 0))
-    return clock_header(
+    return ClockHeader(
         loader_shape(config, data.samples, run.ranks.world),
         cpus=cpus,
         world=run.ranks.world,
-        torch_version=torch.__version__,
+        torch=torch.__version__,
         device=run.device.type,
         accelerator=accelerator,
         storage=data.storage(),

@@ -19,7 +19,7 @@ from stoker.core.console import Say
 from stoker.io.stores import is_url
 from stoker.loader.loader import LinkBalance
 from stoker.profile.accelerators import device_busy_share, measure_transfer
-from stoker.profile.clock_file import HEADER, clock_header, interval_record
+from stoker.profile.clock_file import HEADER, ClockHeader, interval_record
 from stoker.profile.host import HostConfig, HostWatch, allowed_cores
 from stoker.profile.step_clock import Interval, StepClock
 from stoker.tasks.base import task_for
@@ -41,7 +41,6 @@ Job = dict[str, Any]
 """`kind`, `config`, `seconds`, `cpus`; for `together` also `pace_s` (None: the real model), `keep` (single steps and
 batches), `whole` (whether all of the seconds are measured, or as many as are needed to know the rate), `ranks` that
 share this machine and `pixels` (whether they are part of the ledger)."""
-Header = dict[str, Any]
 
 
 def run_trial(job: Job, tell: ReportSeconds) -> dict[str, Any]:
@@ -76,13 +75,13 @@ def together_trial(config: HostConfig, job: Job, tell: ReportSeconds) -> dict[st
         "start_s": measurement.start_s,
         "ledger": ledger.digest(),
         "epoch_samples": updates * accumulated * config.batch_size,
-        "lines": [{"kind": "event", "event": HEADER, **header}, line],
+        "lines": [{"kind": "event", "event": HEADER, **header.as_record()}, line],
     }
 
 
 def _train(
     config: HostConfig, job: Job, measurement: Measurement, ledger: Ledger
-) -> tuple[Header, Callable[[Sequence[int]], list[str]], int]:
+) -> tuple[ClockHeader, Callable[[Sequence[int]], list[str]], int]:
     """The real step."""
     run, header = _endless_run(config, job)
     measurement.clock = StepClock(run.device, keep=job["keep"])
@@ -103,7 +102,7 @@ def _train(
 
 def _feed_at_pace(
     config: HostConfig, job: Job, measurement: Measurement, ledger: Ledger
-) -> tuple[Header, Callable[[Sequence[int]], list[str]], int]:
+) -> tuple[ClockHeader, Callable[[Sequence[int]], list[str]], int]:
     """A consumer that takes a batch every `pace_s` seconds and uses no core: stands in for an accelerator."""
     task = task_for(config)
     data = task.open_data(config, lambda _text: None)
@@ -130,10 +129,10 @@ def _feed_at_pace(
             epoch += 1
     finally:
         loader.close()
-    header = clock_header(
+    header = ClockHeader(
         loader_shape(config, data.samples),
         cpus=job["cpus"], world=1,
-        torch_version=torch.__version__, device="paced", storage=data.storage(), convolves_3d=task.convolves_3d,
+        torch=torch.__version__, device="paced", storage=data.storage(), convolves_3d=task.convolves_3d,
     )  # fmt: skip
     return header, data.names, updates
 
@@ -196,7 +195,7 @@ def open_run(config: HostConfig, cpus: int, say: Say = lambda _text: None) -> tu
     return task.build_run(config, data, RunContext(Ranks(), device, say)), data
 
 
-def _endless_run(config: HostConfig, job: Job) -> tuple[Run, Header]:
+def _endless_run(config: HostConfig, job: Job) -> tuple[Run, ClockHeader]:
     """A run that only ends when its time is up, and the header of its clock."""
     run, data = open_run(config, job["cpus"])
     run = replace(

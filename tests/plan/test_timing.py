@@ -11,7 +11,6 @@ import pytest
 
 from stoker.config import load_config
 from stoker.core.errors import UsageError
-from stoker.plan.break_even import Room
 from stoker.plan.budget import Hardware, PlannedRun, check_counts
 from stoker.plan.records import Rate, TimeBudget
 from stoker.plan.timing import (
@@ -22,6 +21,7 @@ from stoker.plan.timing import (
     time_findings,
     torch_loader_rate,
 )
+from stoker.profile.mounts import LocalDisk
 from stoker.tasks.images.plan_facts import FASTER_THAN_TORCH, FASTER_THAN_TORCH_RANGE, loader_figures
 from stoker.tasks.plan_facts import DataFacts
 from tests.conftest import PROJECT
@@ -86,7 +86,7 @@ def test_the_part_that_is_slower_than_the_accelerator_is_named_with_what_it_need
     ],
 )
 def test_slow_storage_is_fixed_by_staging_where_there_is_room(free: int | None, fix: str, most: float | None) -> None:
-    room = None if free is None else Room("/nvme", free)
+    room = None if free is None else LocalDisk("/nvme", free)
     planned = job({"data_root": "s3://bucket/imagenet"}, room=room)
     (found,) = time_findings(budget(accelerator=1000.0, loader=2000.0, storage=200.0), planned, "x.yaml")
     assert found.fix == fix

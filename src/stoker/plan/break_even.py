@@ -17,6 +17,7 @@ from stoker.core.units import duration_text, size_text
 from stoker.io.storage_profile import LARGE_READ, SMALL_READ, StorageProfile
 from stoker.io.storage_speed import Round
 from stoker.profile.datasheets import load_datasheet, published_rate
+from stoker.profile.mounts import LocalDisk
 from stoker.profile.observed import Observed
 
 ANY_DISK = "/local/disk"
@@ -34,30 +35,21 @@ LEAST_PART = 0.05
 class BreakEven:
     """What a copy costs once, and what it saves in every epoch."""
 
-    size_bytes: float
+    bytes: float
     copy_s: float
     epoch_s: float
     """An epoch from the source, as now."""
     local_epoch_s: float
 
     @property
-    def saved_s(self) -> float:
-        """By each epoch."""
-        return self.epoch_s - self.local_epoch_s
-
-    @property
     def epochs(self) -> float | None:
         """After how many the copy has paid for itself; None if it never does."""
-        return self.copy_s / self.saved_s if self.epoch_s >= WORTH_COPYING * self.local_epoch_s else None
+        if self.epoch_s < WORTH_COPYING * self.local_epoch_s:
+            return None
+        return self.copy_s / (self.epoch_s - self.local_epoch_s)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "bytes": self.size_bytes,
-            "copy_s": self.copy_s,
-            "epoch_s": self.epoch_s,
-            "local_epoch_s": self.local_epoch_s,
-            "epochs": self.epochs,
-        }
+        return asdict(self) | {"epochs": self.epochs}
 
 
 def break_even(
@@ -77,7 +69,7 @@ def break_even(
 
 def break_even_text(found: BreakEven) -> str:
     """`copying 147 GB first takes 83 min and pays off after 1.2 epochs`"""
-    copying = f"copying {size_text(found.size_bytes)} first takes {duration_text(found.copy_s)}"
+    copying = f"copying {size_text(found.bytes)} first takes {duration_text(found.copy_s)}"
     if found.epochs is None:
         return f"{copying} and saves nothing: the source already delivers what is needed"
     return f"{copying} and pays off after {found.epochs:.1f} epochs"
@@ -105,19 +97,6 @@ def break_even_of(observed: Observed, speedup: float) -> BreakEven | None:
 
 
 @dataclass(frozen=True)
-class Room:
-    """A local disk that a copy could go to."""
-
-    folder: str
-    free_bytes: int | None
-    """None if not known."""
-
-    def holds(self, size_bytes: float | None) -> bool:
-        """Whether data of this size fit; what is not known is taken to fit."""
-        return size_bytes is None or self.free_bytes is None or size_bytes <= USABLE * self.free_bytes
-
-
-@dataclass(frozen=True)
 class StagingFix:
     """How to bring the data nearer."""
 
@@ -130,27 +109,25 @@ class StagingFix:
 
 
 def staging_fix(
-    source: str, *, is_config: bool, root: str | None, size_bytes: float | None, room: Room | None
+    source: str, *, is_config: bool, root: str | None, size_bytes: float | None, disk: LocalDisk | None
 ) -> StagingFix:
     """The command that copies the data, if it fits; otherwise a cache for a part of it, or what is missing.
 
     `source` is a config file, perhaps with KEY=VALUE, or the folder that somebody's script reads.
     """
-    room = room or Room(ANY_DISK, None)
-    target = f"{room.folder.rstrip('/')}/{copy_name(root or source)}"
-    free = "" if room.free_bytes is None else f"{room.folder} has {size_text(room.free_bytes)} free"
-    if room.holds(size_bytes):
+    disk = disk or LocalDisk(ANY_DISK, None)
+    target = f"{disk.folder.rstrip('/')}/{copy_name(root or source)}"
+    free = "" if disk.free_bytes is None else f"{disk.folder} has {size_text(disk.free_bytes)} free"
+    if size_bytes is None or disk.free_bytes is None or size_bytes <= USABLE * disk.free_bytes:
         target = shlex.quote(target)
         if is_config:
             return StagingFix(f"stoker stage {source} --to {target}", free, 1.0)
         return StagingFix(f"stoker stage {shlex.quote(source)} {target}, then let the script read {target}", free, 1.0)
-    assert size_bytes is not None
-    assert room.free_bytes is not None
     about = f"{size_text(size_bytes)} do not fit: {free}"
-    usable = USABLE * room.free_bytes
+    usable = USABLE * disk.free_bytes
     share = usable / size_bytes
     if is_config and share >= LEAST_PART:
-        cache = shlex.quote(f"{room.folder.rstrip('/')}/stoker-cache")
+        cache = shlex.quote(f"{disk.folder.rstrip('/')}/stoker-cache")
         return StagingFix(
             f"cache_dir={cache} cache_size={size_text(usable).replace(' ', '')}: keeps {share:.0%} of the data nearby",
             about,

@@ -11,7 +11,6 @@ from stoker.core.finding import Finding
 from stoker.core.units import size_text
 from stoker.loader.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.loader.loader_memory import STATED, LoaderMemory
-from stoker.plan.break_even import Room
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
 from stoker.plan.records import Budget, Plan, RamBudget, Rate, ScalingRow, VramBudget
 from stoker.plan.roofline import step_seconds
@@ -20,6 +19,7 @@ from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
 from stoker.profile.datasheets import Datasheet
 from stoker.profile.host import workers_for
+from stoker.profile.mounts import LocalDisk
 from stoker.tasks.base import Task, task_for
 from stoker.tasks.plan_facts import DataFacts
 from stoker.train.schedule import lr_warning, scaled_lr
@@ -47,7 +47,7 @@ class Hardware:
     ram_bytes: int | None = None
     shm_bytes: int | None = None
     disk_bytes: int | None = None
-    room: Room | None = None
+    room: LocalDisk | None = None
     """The local disk that a copy of the data could go to."""
     storage: StorageKind | None = None
     price_per_hour: float | None = None

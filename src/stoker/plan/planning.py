@@ -19,7 +19,7 @@ from stoker.core.errors import StokerError, UsageError
 from stoker.core.files import write_text
 from stoker.io.cache import copied_bytes
 from stoker.loader.loader_memory import STATED
-from stoker.plan.break_even import ANY_DISK, Room
+from stoker.plan.break_even import ANY_DISK
 from stoker.plan.budget import (
     Hardware,
     MeasuredHere,
@@ -40,7 +40,7 @@ from stoker.profile.accelerators import measure_cpu
 from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
 from stoker.profile.memory import used_by_others_bytes
-from stoker.profile.mounts import find_local_disk
+from stoker.profile.mounts import LocalDisk, find_local_disk
 from stoker.run.folder import run_folder_for
 from stoker.tasks.base import task_for
 from stoker.tasks.building import trial_run
@@ -167,12 +167,17 @@ def hardware_for(
     if accelerator.on_cpu and not for_start:
         stated += cpu_caveats(machine.cpus)
     disk = _bytes("--disk", wanted.disk) or (None if described else _free_disk(config, path))
+    room = None  # for a copy of the data
+    if not for_start and not described:
+        room = find_local_disk()
+    elif not for_start and disk is not None:
+        room = LocalDisk(ANY_DISK, disk)
     return Hardware(
         gpus=max(1, gpus), nodes=nodes, cpus=wanted.cpus or machine.cpus,
         cores=cores,
         sheet=accelerator.sheet, vram_bytes=accelerator.vram_bytes, on_cpu=accelerator.on_cpu, ram_bytes=ram,
         shm_bytes=shm, disk_bytes=disk, storage=None if wanted.storage is None else read_storage(wanted.storage),
-        room=None if for_start else _room(disk, here=not described), price_per_hour=wanted.price,
+        room=room, price_per_hour=wanted.price,
         is_here=not described, stated=tuple(stated),
     )  # fmt: skip
 
@@ -268,14 +273,6 @@ def _bytes(option: str, text: str | None) -> int | None:
         return parse_bytes(text)
     except ValueError as error:
         raise UsageError("size-without-unit", f"{option} {text}: {error}", hint=f"{option} {text}GB") from None
-
-
-def _room(disk_bytes: int | None, *, here: bool) -> Room | None:
-    """Where a copy of the data could go: on this machine, or on the one that the user described."""
-    if not here:
-        return None if disk_bytes is None else Room(ANY_DISK, disk_bytes)
-    disk = find_local_disk()
-    return None if disk is None else Room(disk.folder, disk.free_bytes)
 
 
 def _free_disk(config: Config, path: Path | None) -> int | None:

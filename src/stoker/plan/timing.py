@@ -177,7 +177,7 @@ def time_findings(time: TimeBudget, job: PlannedRun, config: str) -> list[Findin
         )
         rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
         nearer = staging_fix(
-            config, is_config=True, root=job.config.data_root, size_bytes=dataset_bytes, room=hardware.room
+            config, is_config=True, root=job.config.data_root, size_bytes=dataset_bytes, disk=hardware.room
         )
         now = storage.images_per_second
         pays = None if dataset_bytes is None else break_even(

@@ -42,11 +42,11 @@ class Mount:
 
 @dataclass(frozen=True)
 class LocalDisk:
-    """A disk of this host, and a folder on it that we may write to."""
+    """A disk that a copy of the data could go to: a folder on it that we may write to."""
 
     folder: str
-    kind: str
-    free_bytes: int
+    free_bytes: int | None
+    """None if not known."""
 
 
 class _Line(NamedTuple):
@@ -81,19 +81,17 @@ def is_remote(kind: str, source: str = "") -> bool | None:
 
 def find_local_disk(mountinfo: Path = MOUNTINFO) -> LocalDisk | None:
     """The disk with the most free space that this user may write to; None if there is none."""
-    best: LocalDisk | None = None
+    folder, most = None, -1
     for line in _mounts(mountinfo):
         if line.kind not in DISK_KINDS or "rw" not in line.options.split(","):
             continue
-        folder = _writable_folder(line.point)
-        if folder is None:
+        if (there := _writable_folder(line.point)) is None:
             continue
         with suppress(OSError):
-            disk = os.statvfs(folder)
-            free = disk.f_bavail * disk.f_frsize
-            if best is None or free > best.free_bytes:
-                best = LocalDisk(folder, line.kind, free)
-    return best
+            disk = os.statvfs(there)
+            if (free := disk.f_bavail * disk.f_frsize) > most:
+                folder, most = there, free
+    return None if folder is None else LocalDisk(folder, most)
 
 
 def _mounts(mountinfo: Path) -> Iterator[_Line]:

@@ -7,41 +7,33 @@ import json
 import os
 import random
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from stoker.config import Config
-from stoker.core.console import Advance, some
+from stoker.core.console import Advance, shown, some
 from stoker.core.errors import UserError
 from stoker.core.files import write_text
 from stoker.core.redact import redact_text
 from stoker.core.units import count, size_text
-from stoker.io.local_copy import LocalCopy, remove_abandoned, temporary_name
+from stoker.io.copy_manifest import CopiedFile
+from stoker.io.local_copy import SUBSET, LocalCopy, remove_abandoned, temporary_name
 from stoker.io.stores import Location, is_url
 from stoker.profile.mounts import same_device
 from stoker.stage.sources import Source, SourceFile
-from stoker.stage.transfer import StageOptions, Summary, Transfer, room_margin, writing
+from stoker.stage.transfer import StageOptions, Summary, Transfer, failure_lines, room_margin, writing
 from stoker.tasks.base import Selection, task_for
 
 if TYPE_CHECKING:
     from stoker.plan.break_even import Payback
-
-
-import stat
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field
-from itertools import islice
-from typing import Any
-
-import xxhash
-
-from stoker.core.console import shown
-from stoker.io.copy_manifest import CopiedFile
-from stoker.io.local_copy import SUBSET
-from stoker.stage.transfer import failure_lines
 
 MARKERS = ("index.json", "volumes.json")
 """The file that a pack writes last, and so does a copy of it: once it is there, the pack is complete."""

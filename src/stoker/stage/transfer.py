@@ -146,7 +146,7 @@ class _Large:
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
+class _Piece:
     """Bytes that one thread copies."""
 
     file: SourceFile
@@ -219,12 +219,12 @@ class Transfer:
             return False
         return not self._under_way or self._bytes + size <= MOST_BYTES
 
-    def _reads(self, files: Iterable[SourceFile]) -> Iterator[_Read]:
+    def _reads(self, files: Iterable[SourceFile]) -> Iterator[_Piece]:
         for file in files:
             try:
                 if file.size <= 2 * PART_BYTES:
                     self._copy.check(file.path)
-                    yield _Read(file, 0, file.size)
+                    yield _Piece(file, 0, file.size)
                     continue
                 with writing(self._copy.folder):
                     partial = self._copy.create(file.path, file.size)
@@ -235,11 +235,11 @@ class Transfer:
             large = _Large(partial, len(starts))
             self._large.add(large)
             for start in starts:
-                yield _Read(file, start, min(start + PART_BYTES, file.size), large)
+                yield _Piece(file, start, min(start + PART_BYTES, file.size), large)
 
     # In the threads.
 
-    def _copy_one(self, read: _Read) -> None:
+    def _copy_one(self, read: _Piece) -> None:
         outcome: CopiedFile | BaseException | None
         try:
             outcome = self._copied(read)
@@ -247,7 +247,7 @@ class Transfer:
             outcome = error
         self._events.put(lambda: self._ended(read, outcome))
 
-    def _copied(self, read: _Read) -> CopiedFile | None:
+    def _copied(self, read: _Piece) -> CopiedFile | None:
         """Copies one file or part; the record of the file if that made it complete."""
         file, large = read.file, read.large
         if large is None:
@@ -267,7 +267,7 @@ class Transfer:
             raise large.failure
         return self._finished(file, large)
 
-    def _copy_part(self, read: _Read, large: _Large) -> None:
+    def _copy_part(self, read: _Piece, large: _Large) -> None:
         content = self._source.read(read.file, read.start, read.end, self._retried)
         with writing(self._copy.folder):
             large.partial.write_at(read.start, content.data)
@@ -280,7 +280,7 @@ class Transfer:
                     return large.partial.finish(file.version, agreed)
             self._retried(BAD_CHECKSUM, False)
             for start in range(0, file.size, PART_BYTES):
-                self._copy_part(_Read(file, start, min(start + PART_BYTES, file.size)), large)
+                self._copy_part(_Piece(file, start, min(start + PART_BYTES, file.size)), large)
         raise ReadFailure(file.path, "unreadable", BAD_CHECKSUM)
 
     def _retried(self, reason: str, too_fast: bool) -> None:
@@ -301,7 +301,7 @@ class Transfer:
 
     # In the main thread.
 
-    def _ended(self, read: _Read, outcome: CopiedFile | BaseException | None) -> None:
+    def _ended(self, read: _Piece, outcome: CopiedFile | BaseException | None) -> None:
         self._under_way, self._bytes = self._under_way - 1, self._bytes - read.size
         if outcome is not None and read.large is not None:
             read.large.partial.abandon()  # unless it is finished

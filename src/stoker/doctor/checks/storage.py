@@ -8,13 +8,13 @@ from stoker.doctor.checks.facts import Facts, check, waiting_for_data
 from stoker.doctor.preparing import WORTH_NAMING, named
 from stoker.plan.break_even import (
     ANY_CONFIG,
-    Room,
     StagingFix,
     break_even_of,
     break_even_text,
     dataset_bytes,
     staging_fix,
 )
+from stoker.profile.mounts import LocalDisk
 
 BANDWIDTH_USED = 0.7
 """Share of what many readers reached together; above it, more requests at once do not help."""
@@ -166,11 +166,11 @@ def _staging(facts: Facts) -> StagingFix | None:
     source = facts.observed.config or ANY_CONFIG if facts.config_line else root
     if source is None:
         return None
-    room = None
+    disk = None
     if storage is not None and storage.local_folder is not None:
-        room = Room(storage.local_folder, storage.local_free_bytes)
+        disk = LocalDisk(storage.local_folder, storage.local_free_bytes)
     size = dataset_bytes(facts.observed)
-    return staging_fix(source, is_config=facts.config_line, root=root, size_bytes=size, room=room)
+    return staging_fix(source, is_config=facts.config_line, root=root, size_bytes=size, disk=disk)
 
 
 def _workers_fix(facts: Facts) -> str | None:

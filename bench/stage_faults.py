@@ -20,8 +20,8 @@ from tests.support.s3_server import BUCKET, S3Server, running_s3_server
 from tests.support.staging import files_of, kill_at_random_moments
 
 from bench.rounds import keep
+from stoker.io.connection import Patience
 from stoker.io.local_copy import LocalCopy
-from stoker.io.object_store import Patience
 from stoker.stage.copying import copy_all, find_work, verify_copy
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from stoker.io.cache import CachedStore, cache_place
-from stoker.io.object_store import ObjectStore, Patience
+from stoker.io.connection import Patience
+from stoker.io.object_store import ObjectStore
 from stoker.io.prefetch import open_reader
 from stoker.io.stores import ReadFailure, StoreDown
 from stoker.tasks.images.layouts.sample_index import SampleIndex, pack_names

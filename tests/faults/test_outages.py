@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from stoker.io import outage
-from stoker.io.object_store import ObjectStore, Patience
+from stoker.io.connection import Patience
+from stoker.io.object_store import ObjectStore
 from stoker.io.stores import StoreDown
 from tests.loader.test_loader import SAMPLES, ledger, loader_for, make_images
 from tests.support.proxy import Proxy

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from stoker.core.errors import UserError
+from stoker.io.aws_settings import profile_settings
 from stoker.io.cache import CachedStore, cache_place
-from stoker.io.object_store import ObjectStore, profile_settings
+from stoker.io.object_store import ObjectStore
 from stoker.io.stores import LocalStore, ReadFailure, Store, StoreDown, open_store
 from tests.support.s3_server import BUCKET, KEY, SECRET, S3Server, use_environment
 from tests.support.waiting import DEADLINE_S

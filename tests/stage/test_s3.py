@@ -12,8 +12,8 @@ import pytest
 
 from stoker.cli import main
 from stoker.io import outage
+from stoker.io.connection import Patience
 from stoker.io.local_copy import LocalCopy
-from stoker.io.object_store import Patience
 from stoker.stage.copying import copy_all, find_work, verify_copy
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions, Summary

@@ -26,7 +26,9 @@ from awscrt.exceptions import AwsCrtError
 
 from stoker.core.console import Advance
 from stoker.io import outage
-from stoker.io.object_store import ObjectStore, Patience, profile_settings
+from stoker.io.aws_settings import ENDPOINTS, is_anonymous, profile_settings
+from stoker.io.connection import Patience
+from stoker.io.object_store import ObjectStore
 from stoker.io.stores import Buffer, ReadFailure, StoreDown
 from stoker.stage.sources import LISTING_THREADS, Content, Retried, Source, SourceFile, jitter, say_nothing
 
@@ -69,7 +71,7 @@ class S3Source(Source):
     most_at_once = 4096
 
     def __init__(self, store: ObjectStore, place: _Place) -> None:
-        self.url, self._store, self._place, self._patience = store.url, store, place, store.patience
+        self.url, self._store, self._place, self._patience = store.url, store, place, store.connection.patience
         self._client = _client(place, self._patience)
         self._requests: set[Any] = set()
         self._stopped = threading.Event()
@@ -78,7 +80,7 @@ class S3Source(Source):
         try:
             self._request("GET", place.base or "/", "ListObjectsV2", query={"list-type": "2", "max-keys": "1"})
         except (Fault, ReadFailure, StoreDown):
-            store.check()  # says what is wrong
+            store.connection.check()  # says what is wrong
 
     def files(self, below: Sequence[str] = ("",), progress: Advance | None = None) -> Iterator[SourceFile]:
         """Every object, in the server's order; several folders at once."""
@@ -258,7 +260,7 @@ class S3Source(Source):
                 path, lambda: self._request("GET", path, "ListObjectsV2", query=query).body, say_nothing
             )
         except (ReadFailure, StoreDown) as failure:
-            self._store.check()  # it knows more about what can be wrong
+            self._store.connection.check()  # it knows more about what can be wrong
             raise StoreDown(
                 "listing-failed",
                 f"{self._place.host_header} does not list the bucket ({failure})",
@@ -307,11 +309,10 @@ def open_s3(store: ObjectStore) -> S3Source | None:
     if parts.scheme not in ("s3", "s3a"):
         return None
     settings = profile_settings()
-    anonymous = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1")
+    anonymous = is_anonymous()
     keys = None if anonymous else _keys(settings)
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or settings.get("region", "us-east-1")
-    named = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    endpoint = next((os.environ[name] for name in named if os.environ.get(name)), settings.get("endpoint"))
+    endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), settings.get("endpoint"))
     address = urlsplit(endpoint or f"https://s3.{region}.amazonaws.com")
     host, base = address.netloc, f"/{parts.netloc}"
     if os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in ("true", "1"):

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 from stoker.core.console import Advance, shown
 from stoker.core.errors import UserError, did_you_mean
 from stoker.core.redact import redact_text
+from stoker.io.connection import Patience
 from stoker.io.local_copy import source_name
-from stoker.io.object_store import ObjectStore, Patience
+from stoker.io.object_store import ObjectStore
 from stoker.io.stores import REMOTE_SCHEMES, Buffer, ReadFailure, is_url
 
 LISTING_THREADS = 16
@@ -231,7 +232,7 @@ class ObjectSource(Source):
 
     def __init__(self, store: ObjectStore) -> None:
         self.url, self._store = store.url, store
-        store.check()
+        store.connection.check()
 
     def files(self, below: Sequence[str] = ("",), progress: Advance | None = None) -> Iterator[SourceFile]:
         """Every object, folder by folder, in the server's order."""

@@ -245,7 +245,7 @@ def store_at(url: str) -> Any:
     """The object store of a URL: one connection pool for all volumes below it."""
     # Credentials may be set after the first try, and a store that could not be reached would report that forever.
     store = _store(url.rstrip("/"), tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))))
-    if store.failed:
+    if store.connection.fault is not None:
         _store.cache_clear()
         return store_at(url)
     return store

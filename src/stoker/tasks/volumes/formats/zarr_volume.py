@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.io import outage
-from stoker.io.object_store import Patience, profile_settings
+from stoker.io.aws_settings import ENDPOINTS, is_anonymous, profile_settings
+from stoker.io.connection import Patience
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url, open_store
 from stoker.tasks.volumes.formats.byte_source import object_at
 from stoker.tasks.volumes.formats.volume import ReadingOptions, Region, Shape, Voxels, check_extent
@@ -38,7 +39,6 @@ os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 # tensorstore reports ABORTED when its own retries have failed.
 _PASSING, _REFUSED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"), ("PERMISSION_DENIED", "UNAUTHENTICATED")
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def open_zarr(location: str, level: int, options: ReadingOptions) -> ZarrVolume:
@@ -216,7 +216,7 @@ def _s3_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Credentials, region and endpoint as the object store resolves them, as options of tensorstore."""
     profile = profile_settings(environment)
     settings: dict[str, Any] = {}
-    if environment.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1"):
+    if is_anonymous(environment):
         settings["aws_credentials"] = {"type": "anonymous"}
     elif "AWS_ACCESS_KEY_ID" in environment:
         settings["aws_credentials"] = {"type": "environment"}
@@ -234,7 +234,7 @@ def _s3_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
     if region:
         settings["aws_region"] = region
-    endpoint = next((environment[name] for name in _ENDPOINTS if name in environment), profile.get("endpoint"))
+    endpoint = next((environment[name] for name in ENDPOINTS if name in environment), profile.get("endpoint"))
     if endpoint:
         settings["endpoint"] = endpoint
         # Without a region tensorstore would ask the endpoint for it in a way that only AWS answers.
@@ -277,7 +277,7 @@ def _failure(name: str, place: str, text: str) -> Exception:
     if is_url(place) and code in (*_PASSING, *_REFUSED):
         try:
             # Our own client reports what is wrong with a bucket, its region or the credentials.
-            object_at(place)[0].check()
+            object_at(place)[0].connection.check()
         except StoreDown as down:
             return down
         return ReadFailure(name, "permission" if code in _REFUSED else "unreadable", summary)

@@ -131,7 +131,6 @@ def test_however_the_parent_ends_nothing_is_left(ending: signal.Signals, tmp_pat
     parent = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert all(map(is_running, pids))
     assert list(tmp_path.iterdir())
@@ -218,7 +217,6 @@ def test_workers_in_the_middle_of_a_task_end_with_a_parent_that_was_killed() -> 
     program = "# warm\nfrom tests.core.test_child import *\nsay = lambda pid: print(pid, flush=True)\n"
     program += "share_out(double_or_die, 2, [50, 50], workers=2, on_message=say, on_answer=say)"
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     pids = [int(parent.stdout.readline()) for _ in range(2)]
     assert all(map(is_running, pids))
     parent.kill()

@@ -10,7 +10,6 @@ import pytest
 from stoker.core import console
 from stoker.core.console import bar_line, finding_lines, progress_bar
 from stoker.core.finding import Estimate, Finding, as_json
-from stoker.core.units import metric_text
 from tests.support.terminal import on_a_terminal
 
 PROGRAM = (
@@ -42,22 +41,6 @@ def test_the_lines_match_the_documentation() -> None:
     assert bar_line("Epoch 0", 5, 10, 90, 1 / 18, blocks=False) == (
         "Epoch 0:  50%|#####| 5/10 [01:30<01:30, 18.00s/it]"
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("train/loss", 6.2341, "6.234"),
-        ("val/acc1", 80.42, "80.4%"),
-        ("wait_share", 0.034, "3%"),
-        ("train/lr", 0.000512, "0.000512"),
-        ("images_per_second", 2911.4, "2,911"),
-        ("seconds", 61.23, "61.2 s"),
-        ("train/loss", float("nan"), "nan"),
-    ],
-)
-def test_metrics_are_formatted_for_reading(name: str, value: float, text: str) -> None:
-    assert metric_text(name, value) == text
 
 
 def test_lines_show_progress_and_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,19 +24,13 @@ def test_secrets_are_removed(text: str) -> None:
     assert HIDDEN in redact_text(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["s3://bucket/imagenet/train", "lr=0.5", "tokenizer", "data_root: /data/x", "https://host/path?page=2"],
-)
-def test_the_rest_stays(text: str) -> None:
-    assert redact_text(text) == text
+def test_the_rest_stays() -> None:
+    for text in (
+        "s3://bucket/imagenet/train", "lr=0.5", "tokenizer", "data_root: /data/x", "https://host/path?page=2",
+    ):  # fmt: skip
+        assert redact_text(text) == text
 
 
 def test_records_keep_their_shape() -> None:
     record = {"api_key": "abc", "nested": [{"password": "x"}, "plain"], "none_token": None, "n": 3}
-    assert redact(record) == {
-        "api_key": HIDDEN,
-        "nested": [{"password": HIDDEN}, "plain"],
-        "none_token": None,
-        "n": 3,
-    }
+    assert redact(record) == record | {"api_key": HIDDEN, "nested": [{"password": HIDDEN}, "plain"]}

@@ -35,15 +35,12 @@ def source(tmp_path: Path) -> Path:
 
 
 def cached(source: Path, folder: Path, limit: int | None = None) -> CachedStore:
-    place = cache_place(str(folder), limit)
-    assert place is not None
-    return CachedStore(LocalStore(source), place)
+    return CachedStore(LocalStore(source), cache_place(str(folder), limit))
 
 
 def settle(cache: Path) -> OpenCopy:
     """Waits until everything that was read is kept."""
     place = cache_place(str(cache))
-    assert place is not None
     place.open().flush()
     return place.open()
 
@@ -130,8 +127,6 @@ def test_the_default_limit_is_a_share_of_the_disk_and_includes_what_is_cached(so
     before = settle(tmp_path / "cache")
     before.close()
     after = settle(tmp_path / "cache")
-    assert before.limit_bytes is not None
-    assert after.limit_bytes is not None
     assert 0 < before.limit_bytes <= 0.91 * shutil.disk_usage(tmp_path).free
     free = shutil.disk_usage(tmp_path).free
     assert after.limit_bytes == pytest.approx(0.9 * (free + OBJECTS * OBJECT_BYTES), abs=1e9)
@@ -169,14 +164,11 @@ def test_four_processes_share_it_and_survive_the_death_of_one(source: Path, tmp_
         for seed in range(4)
     ]  # fmt: skip
     for reader in readers:
-        assert reader.stdout is not None
         assert reader.stdout.readline() == "ready\n"
     for reader in readers:
-        assert reader.stdin is not None
         reader.stdin.write("go\n")
         reader.stdin.flush()
     victim, *others = readers
-    assert victim.stdout is not None
     assert victim.stdout.readline() == "under way\n"
     victim.send_signal(signal.SIGKILL)
     assert [reader.communicate()[0].splitlines()[-1] for reader in others] == ["0 None"] * 3

@@ -119,9 +119,7 @@ def test_the_number_of_open_shards_is_bounded(tmp_path: Path) -> None:
 
 
 def test_stores_cross_to_other_processes_without_secrets(s3: S3Server, tmp_path: Path) -> None:
-    place = cache_place(str(tmp_path / "cache"))
-    assert place is not None
-    store = CachedStore(open_store(put(s3, "pickled")), place)
+    store = CachedStore(open_store(put(s3, "pickled")), cache_place(str(tmp_path / "cache")))
     assert bytes(store.read("class/a.jpg")) == CONTENT
     text = pickle.dumps(store)
     assert SECRET.encode() not in text

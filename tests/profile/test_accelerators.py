@@ -9,13 +9,10 @@ from stoker.profile.accelerators import covered_share, device_busy_share, measur
 from stoker.profile.observed import AcceleratorFacts
 
 
-def test_a_link_below_its_maximum_is_detected() -> None:
+def test_a_link_is_as_the_driver_says_and_what_it_does_not_know_is_none() -> None:
     assert read_link("NVIDIA A10G, 1, 4, 8, 16") == AcceleratorFacts(
         name="NVIDIA A10G", pcie_generation=1, pcie_generation_max=4, pcie_width=8, pcie_width_max=16
     )
-
-
-def test_what_the_driver_does_not_know_is_none() -> None:
     assert read_link("Tesla T4, [N/A], 3, [Not Supported]") == AcceleratorFacts(name="Tesla T4", pcie_generation_max=3)
     assert read_link("") == AcceleratorFacts()
 

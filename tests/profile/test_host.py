@@ -62,12 +62,7 @@ def test_threads_of_one_core_are_one_physical_core(tmp_path: Path) -> None:
 def test_a_config_is_fitted_to_the_machine_and_says_so() -> None:
     config = load_config(None, ["precision=16-mixed", "sync_batchnorm=true"]).config
     fitted, notes = fit_to_machine(config, Machine(cpus=6, accelerators=0))
-    assert (fitted.precision, fitted.sync_batchnorm, fitted.num_workers, fitted.devices) == (
-        "32",
-        False,
-        6,
-        1,
-    )
+    assert (fitted.precision, fitted.sync_batchnorm, fitted.num_workers, fitted.devices) == ("32", False, 6, 1)
     assert len(notes) == 2
     fitted, notes = fit_to_machine(config, Machine(cpus=16, accelerators=4))
     assert (fitted.precision, fitted.num_workers, fitted.devices, notes) == ("16-mixed", 3, 4, [])
@@ -195,12 +190,8 @@ def test_a_busy_core_and_used_shared_memory_are_measured() -> None:
         pass
     facts = watch.facts()
     assert before is not None
-    assert facts.shm_used_bytes is not None
     # Others use it too, so the difference may be a little less than our share.
     assert facts.shm_used_bytes >= 8 << 20
-    assert facts.cpu_busy_share is not None
     # How much of the time that is depends on the number of cores, and on who else wants them.
     assert 0 < facts.cpu_busy_share <= 1
-    assert facts.page_cache_bytes is not None
-    assert facts.ram_bytes is not None
     assert 0 < facts.page_cache_bytes <= facts.ram_bytes

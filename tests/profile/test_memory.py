@@ -19,8 +19,6 @@ def test_a_child_process_counts_with_its_parent() -> None:
     program = "import sys; held = bytearray(b'x') * 50_000_000; print('ready', flush=True); sys.stdin.read()"
     before = tree_memory()
     child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
-    assert child.stdout is not None
     with child:
         child.stdout.readline()
         assert child.pid in tree_pids(os.getpid())
@@ -45,14 +43,11 @@ def test_without_a_cgroup_limit_the_host_counts(tmp_path: Path) -> None:
     (root / "job" / "memory.max").write_text("max\n")
     (root / "job" / "memory.current").write_text("5\n")
     state = read_memory(root, proc)
-    assert state is not None
     assert (state.available_bytes, state.limit_bytes) == (50_000_000 * 1024, 62_000_000 * 1024)
     assert state.stalled is None
     assert read_memory(tmp_path, tmp_path) is None, "without figures"
     here, others = read_memory(), used_by_others_bytes()
-    assert here is not None
     assert 0 < here.available_bytes <= here.limit_bytes
-    assert others is not None
     assert 0 <= others < here.limit_bytes
 
 
@@ -67,7 +62,6 @@ def test_a_cgroup_limit_on_any_level_counts_and_file_cache_does_not_use_it_up(tm
         "some avg10=40.00 avg60=1.00 avg300=0.00 total=1\nfull avg10=25.00 avg60=1.00 avg300=0.00 total=1\n"
     )
     state = read_memory(root, proc)
-    assert state is not None
     assert (state.available_bytes, state.limit_bytes) == (3 * GIGABYTE + 5, 8 * GIGABYTE)
     assert state.stalled == 0.25
 
@@ -80,5 +74,4 @@ def test_cgroup_v1_limits_count_even_if_a_container_sees_its_own_group_as_the_ro
     (root / "memory" / "memory.usage_in_bytes").write_text(f"{3 * GIGABYTE}\n")
     (root / "memory" / "memory.stat").write_text(f"cache 9\ntotal_active_file {GIGABYTE}\ntotal_inactive_file 7\n")
     state = read_memory(root, proc)
-    assert state is not None
     assert (state.available_bytes, state.limit_bytes) == (2 * GIGABYTE + 7, 4 * GIGABYTE)

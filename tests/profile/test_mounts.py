@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from stoker.profile.mounts import Mount, is_remote, mount_of
 
 LIST = r"""27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -18,21 +16,17 @@ LIST = r"""27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 """
 
 
-@pytest.mark.parametrize(
-    ("path", "mount"),
-    [
-        ("/home/me/images", Mount("ext4", False)),
-        ("/data/imagenet", Mount("nfs4", True)),
-        ("/database", Mount("ext4", False)),
-        ("/data/bucket/train", Mount("fuse.gcsfuse", True)),
-        ("/mnt/my disk/train", Mount("xfs", False)),
-        ("/s3/imagenet", Mount("fuse", True)),
-        ("/over/x", Mount("tmpfs", False)),
-    ],
-)
-def test_the_innermost_and_newest_mount_counts(tmp_path: Path, path: str, mount: Mount) -> None:
+def test_the_innermost_and_newest_mount_counts_and_what_a_type_does_not_say_is_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "mountinfo").write_text(LIST)
-    assert mount_of(path, tmp_path / "mountinfo") == mount
+    mounts = {
+        "/home/me/images": Mount("ext4", False), "/data/imagenet": Mount("nfs4", True),
+        "/database": Mount("ext4", False), "/data/bucket/train": Mount("fuse.gcsfuse", True),
+        "/mnt/my disk/train": Mount("xfs", False), "/s3/imagenet": Mount("fuse", True),
+        "/over/x": Mount("tmpfs", False),
+    }  # fmt: skip
+    assert {path: mount_of(path, tmp_path / "mountinfo") for path in mounts} == mounts
+    assert is_remote("fuse", "something") is None
+    assert mount_of("/", tmp_path / "missing") is None
 
 
 def test_a_link_counts_as_its_target(tmp_path: Path) -> None:
@@ -40,8 +34,3 @@ def test_a_link_counts_as_its_target(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "here").symlink_to(tmp_path / "there")
     assert mount_of(tmp_path / "here" / "train", tmp_path / "mountinfo") == Mount("lustre", True)
-
-
-def test_what_a_file_system_type_does_not_say_is_not_guessed(tmp_path: Path) -> None:
-    assert is_remote("fuse", "something") is None
-    assert mount_of("/", tmp_path / "missing") is None

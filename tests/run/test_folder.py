@@ -34,7 +34,6 @@ FORKING_HOLDER = HOLDER.replace(
 
 def start_holder(runs: Path, program: str = HOLDER) -> subprocess.Popen[str]:
     holder = start_racer(runs, program)
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     return holder
 

@@ -77,31 +77,19 @@ def test_secrets_do_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert "do-not-write-this" not in file.read_text()
 
 
-def test_a_second_process_is_refused(tmp_path: Path) -> None:
-    holder = start_holder(tmp_path)
-    try:
-        with pytest.raises(LeaseHeld) as caught:
-            open_one(tmp_path)
-        assert f"process {holder.pid} on" in caught.value.seen
-    finally:
-        holder.kill()
-        holder.wait()
-
-
-def test_the_same_process_is_refused_twice(tmp_path: Path) -> None:
-    with open_one(tmp_path), pytest.raises(LeaseHeld):
-        open_one(tmp_path)
-    with open_one(tmp_path):
-        pass
-
-
 @pytest.mark.parametrize("program", [HOLDER, FORKING_HOLDER], ids=["alone", "with a child that lives on"])
-def test_a_crash_frees_it(tmp_path: Path, program: str) -> None:
+def test_a_second_process_is_refused_until_the_first_one_crashes(tmp_path: Path, program: str) -> None:
     holder = start_holder(tmp_path, program)
+    with pytest.raises(LeaseHeld) as caught:
+        open_one(tmp_path)
+    assert f"process {holder.pid} on" in caught.value.seen
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    with open_one(tmp_path) as folder:
-        assert folder.config_file.exists()
+    for _ in range(2):
+        with open_one(tmp_path) as folder:
+            assert folder.config_file.exists()
+            with pytest.raises(LeaseHeld):  # also for the same process
+                open_one(tmp_path)
 
 
 def test_one_of_many_concurrent_processes_wins(tmp_path: Path) -> None:

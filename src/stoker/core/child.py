@@ -191,7 +191,6 @@ class Child:
             raise self._death() from None
 
     def give(self, task: Any) -> None:
-        """Hands over a task, which ChildDied will name."""
         self.task = task
         with suppress(ChildDied):  # `receive` tells why
             self.send(task)

@@ -120,7 +120,6 @@ class Answer:
 
 
 def print_answer(answer: Answer, *, as_json: bool) -> int:
-    """Prints the text or the document; the exit code of the command."""
     if as_json:
         print_json(answer.document)
     elif answer.text:

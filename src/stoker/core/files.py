@@ -57,7 +57,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replaces the file by these bytes, or leaves the old one untouched."""
     with atomic_file(path, "wb") as stream:
         stream.write(data)
 

@@ -74,7 +74,6 @@ def metric_text(name: str, value: Any) -> str:
 
 
 def count(number: int, one: str, many: str | None = None) -> str:
-    """A number with its noun."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 

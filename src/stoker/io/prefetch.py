@@ -418,7 +418,6 @@ class Announced(Generic[Key]):
         self._taken_early: Counter[Key] = Counter()
 
     def add(self, keys: Iterable[Key]) -> None:
-        """Appends keys."""
         self._next.extend(keys)
 
     def first(self) -> Key | None:
@@ -436,7 +435,6 @@ class Announced(Generic[Key]):
         return None
 
     def drop_first(self) -> None:
-        """Removes the next key."""
         self._next.popleft()
 
     def take_out(self, key: Key) -> None:

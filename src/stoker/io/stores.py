@@ -102,7 +102,6 @@ class LocalStore:
         return partial(LocalStore, max_object_bytes=self.max_object_bytes), (self.root,)
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, whole: bool = False) -> Buffer:
-        """The bytes, in the calling thread."""
         if size is not None and size > self.max_object_bytes:
             raise ReadFailure(path, "too large", f"{size} bytes; the limit is {self.max_object_bytes}")
         if ".." in path and ".." in path.split("/"):
@@ -229,7 +228,6 @@ def is_url(root: str) -> bool:
 
 
 def open_store(root: str, max_object_bytes: int = MAX_OBJECT_BYTES) -> SourceStore:
-    """The store of a folder or URL."""
     if not is_url(root):
         return LocalStore(root, max_object_bytes=max_object_bytes)
     parts = urlsplit(root)

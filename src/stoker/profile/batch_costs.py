@@ -149,7 +149,6 @@ class BatchClock:
         self._stage, self._since_s, self._cpu_s, self._runq_s = stage, now_s, cpu_s, runq_s
 
     def finish(self) -> BatchCost:
-        """Ends the measurement and returns the cost of the batch."""
         self.begins("finished")
         self.cost.wall_s = self._since_s - self._began_s
         return self.cost

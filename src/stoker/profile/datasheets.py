@@ -46,7 +46,6 @@ class Datasheet:
     source: str
     interconnect_bytes_per_second: float | None = None
     """To other accelerators in the node, one direction; None where they are connected by PCIe."""
-    compute_capability: str | None = None
     device_names: tuple[str, ...] = ()
     resnet50_images_per_second: float | None = None
     """Published training rate at 224 px; None where we know of none."""
@@ -139,7 +138,6 @@ def _sheet(name: str, fields: Any, where: str) -> Datasheet:
         raise _invalid(where, f"device_names: expected a list of names, got {names!r}")
     interconnect = fields.get("interconnect_gb_per_s")
     rate = fields.get("resnet50_images_per_second")
-    capability = fields.get("compute_capability")
     return Datasheet(
         name=name,
         title=str(fields["title"]),
@@ -151,7 +149,6 @@ def _sheet(name: str, fields: Any, where: str) -> Datasheet:
         interconnect_bytes_per_second=(
             None if interconnect is None else _positive(fields, "interconnect_gb_per_s", where) * 1e9
         ),
-        compute_capability=None if capability is None else str(capability),
         device_names=tuple(names),
         resnet50_images_per_second=None if rate is None else _positive(fields, "resnet50_images_per_second", where),
         resnet50_source=fields.get("resnet50_source"),

@@ -279,7 +279,6 @@ class Binding:
     node: int | None = None
 
     def describe(self) -> str | None:
-        """In a line; None if nothing changes."""
         if self.cores is None:
             return None
         plural = "core" if len(self.cores) == 1 else "cores"

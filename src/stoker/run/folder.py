@@ -189,7 +189,6 @@ def record_config(folder: RunFolder, config: Config) -> None:
 
 
 def config_text(folder: RunFolder, config: Config) -> str:
-    """The config as config.yaml holds it."""
     header = f"The config of run {folder.root.name}, every key as it was used."
     return redact_text(config_as_yaml(config, header))
 
@@ -245,7 +244,6 @@ def run_of(checkpoint: Path) -> RunFolder | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was recorded in this folder."""
     run = RunFolder(folder)
     try:
         return any(file.is_file() for file in (run.metrics_file, run.config_file, run.clock_file))

@@ -137,7 +137,6 @@ class Trackers:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Records that each tracker was too slow to take."""
         return {lane.name: lane.dropped for lane in self._lanes}
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -129,7 +129,6 @@ class S3Source(Source):
         return agreed_checksum(found.headers, content)
 
     def stop(self) -> None:
-        """Ends all requests and waits."""
         self._stopped.set()
         for request in list(self._requests):
             request.cancel()
@@ -297,7 +296,6 @@ class _Place(NamedTuple):
     """awscrt's provider of credentials; None: anonymous."""
 
     def path_of(self, name: str) -> str:
-        """The path of an object's URL, from its name below the prefix."""
         key = f"{self.prefix}/{name}" if self.prefix else name
         return f"{self.base}/{quote(key.encode('utf-8', 'surrogateescape'), safe='/-_.~')}"
 

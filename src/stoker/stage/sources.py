@@ -137,11 +137,9 @@ class FolderSource(Source):
                     yield from files
 
     def directly_in(self, folder: str) -> list[SourceFile]:
-        """The files of one folder."""
         return _list_folder(self.root, folder, ())[0] if os.path.isdir(f"{self.root}/{folder}") else []  # noqa: PTH112
 
     def read(self, file: SourceFile, start: int, end: int, retried: Retried = say_nothing) -> Content:
-        """The bytes; raises ReadFailure if the file has changed since it was listed."""
         for attempt in range(3):
             try:
                 return Content(self._read(file, start, end), "")
@@ -243,7 +241,6 @@ class ObjectSource(Source):
             yield file
 
     def directly_in(self, folder: str) -> list[SourceFile]:
-        """The objects of one folder."""
         return [SourceFile(*one) for one in self._store.versions(folder, directly=True)]
 
     def read(self, file: SourceFile, start: int, end: int, retried: Retried = say_nothing) -> Content:

@@ -102,7 +102,6 @@ class Summary:
 
 
 def summary_text(summary: Summary) -> str:
-    """The summary of a run, failures last."""
     rate = size_text(summary.copied_bytes / summary.seconds) if summary.seconds else "0 MB"
     lines = [
         f"copied   {count(summary.copied_files, 'file')}, {size_text(summary.copied_bytes)} in {summary.seconds:.1f} s "
@@ -128,7 +127,6 @@ def summary_text(summary: Summary) -> str:
 
 
 def failure_lines(failures: Sequence[tuple[str, str]], indent: str = "") -> list[str]:
-    """The first of these files with their reasons."""
     lines = [f"{indent}{shown(path)}: {reason}" for path, reason in failures[:FAILURES_NAMED]]
     if len(failures) > FAILURES_NAMED:
         lines.append(f"{indent}and {len(failures) - FAILURES_NAMED:,} more; --json lists them all")
@@ -395,7 +393,6 @@ class Concurrency:
 
     def __init__(self, fixed: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = START if fixed is None else fixed
-        self.slowdowns = 0
         self._fixed, self._clock = fixed is not None, clock
         self._best: tuple[int, float] | None = None
         """The level that is known to be good, and its rate."""
@@ -420,7 +417,6 @@ class Concurrency:
 
     def slow_down(self) -> None:
         """The store has asked for fewer requests (503, 429)."""
-        self.slowdowns += 1
         now = self._clock()
         if self._fixed or now < self._hold_until:
             return  # the requests that were in flight together complain together

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ def without_time(path: Path) -> list[dict[str, object]]:
 
 def write_run(path: Path, first: int, last: int, steps_per_epoch: int = 10, every: int = 2) -> None:
     """Lines for the steps after `first` up to `last`, and for the epochs that end among them."""
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         for step in range(first + 1, last + 1):
             epoch = (step - 1) // steps_per_epoch
             if step % every == 0:
@@ -34,7 +35,7 @@ def write_run(path: Path, first: int, last: int, steps_per_epoch: int = 10, ever
 
 def test_a_line_contains_what_was_measured_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         written = metrics.step(50, 0, {"train/loss": np.float32(6.5), "train/acc1": None, "wait_share": 0.25})
     (line,) = path.read_text().splitlines()
     assert json.loads(line) == written
@@ -46,7 +47,7 @@ def test_a_line_contains_what_was_measured_and_nothing_else(tmp_path: Path) -> N
 
 def test_a_nan_loss_is_null_and_an_event(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.step(3, 0, {"train/loss": float("nan"), "train/lr": 0.1})
         metrics.epoch(4, 0, {"val/loss": float("-inf")})
     assert without_time(path) == [
@@ -61,7 +62,7 @@ def test_a_nan_loss_is_null_and_an_event(tmp_path: Path) -> None:
 
 def test_events_say_what_happened(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.event("oom", 7, micro_batch=32, was=64, hint=None)
         metrics.event("quarantine", samples=["a.jpg", "b.jpg"])
     assert without_time(path) == [
@@ -108,7 +109,7 @@ def test_half_a_line_does_not_spoil_the_next_one(tmp_path: Path, torn: bytes) ->
     with path.open("ab") as stream:
         stream.write(torn)
     assert without_time(path) == whole
-    with MetricsFile(path) as metrics:
+    with closing(MetricsFile(path)) as metrics:
         metrics.event("resumed", 4)
     assert without_time(path) == [*whole, {"kind": "event", "event": "resumed", "step": 4}]
     assert all(line.startswith(b"{") for line in path.read_bytes().splitlines())

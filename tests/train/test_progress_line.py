@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,7 +152,7 @@ def test_the_loss_moves_between_the_lines_of_the_metrics_file(tmp_path: Path) ->
     shown: list[float] = []
     progress = SimpleNamespace(step=lambda _step, loss, _extra: shown.append(loss))
     clock = SimpleNamespace(wait_share=0.0)
-    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+    with closing(MetricsFile(tmp_path / "metrics.jsonl")) as file:
         observer = RunObserver(file, SimpleNamespace(), progress, log_every=100, world=1)  # type: ignore[arg-type]
         for step in range(2, 6):
             observer.step(step, 0, {"train/loss": 1.0 / step, "train/lr": 0.1, "clock": clock})

@@ -132,12 +132,6 @@ class MetricsFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _measured(self, kind: str, step: int, epoch: int, metrics: Mapping[str, Any]) -> Record:
         record: Record = {"kind": kind, "time": round(time.time(), 3), "step": step, "epoch": epoch}
         not_finite: dict[str, str] = {}

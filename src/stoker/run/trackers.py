@@ -131,14 +131,6 @@ class Trackers:
         self._closed = False
         self._lanes = [_Lane(tracker, say, queued) for tracker in trackers]
 
-    @property
-    def names(self) -> list[str]:
-        return [lane.name for lane in self._lanes]
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        return {lane.name: lane.dropped for lane in self._lanes}
-
     def log(self, record: Mapping[str, Any]) -> None:
         """Hands over a record of metrics.jsonl; events are not for trackers."""
         if record["kind"] != "event":
@@ -155,12 +147,6 @@ class Trackers:
             lane.no_more()
         for lane in self._lanes:
             lane.close(deadline)
-
-    def __enter__(self) -> Trackers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def trackers_for(

@@ -166,10 +166,7 @@ class Connection:
             return ReadFailure(path, "permission", _summary(error)) if self.allowed else self._down(error)
         if _status(error) == 416:
             return ReadFailure(path, "short", "it ends before the requested range")
-        fault = self._fault_of_store(path)
-        if fault is not None:
-            return fault
-        return ReadFailure(path, "unreadable", _summary(error))
+        return self._fault_of_store(path) or ReadFailure(path, "unreadable", _summary(error))
 
     def _down(self, error: Exception) -> StoreDown:
         code, status, summary = _code(error), _status(error), _summary(error)

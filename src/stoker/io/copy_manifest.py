@@ -44,7 +44,7 @@ class _Lines(NamedTuple):
 
 
 class ManifestTable:
-    """From a path to its line in the manifest: 24 bytes a line, because ImageNet has 1.28 million.
+    """Finds the line of a path in the manifest, with 24 bytes of memory a line, because ImageNet has 1.28 million.
 
     Paths are found by a hash; the line itself then says whether it is the right one. numpy is imported only when
     there are many lines, so that a short command starts sooner."""

@@ -121,7 +121,8 @@ def profile_storage(source: str, seconds: float, advance: Advance = lambda _done
 
 def small_targets(files: Sequence[tuple[str, int]]) -> list[Location]:
     """Whole files below a megabyte, as a loader of images reads them, and SMALL_READ bytes from many places of larger
-    ones: a place in each file in turn, so that a few shards are read all over, and none of many files twice."""
+    ones, taking one place from each file in turn: a few shards are sampled all over, and of many files none is read
+    twice."""
     rng, found = np.random.default_rng(0), list[Location]()
     places = {path: min(size // (4 * SMALL_READ), MOST_TARGETS) if size >= LEAST_LARGE else 1 for path, size in files}
     for turn in range(max(places.values())):

@@ -1,7 +1,5 @@
-"""The economics of storage: what it gives, what training needs, and when a copy on a local disk pays off.
-
-From what `io.storage_profile` measured, in words, as a document, and as the command to type.
-"""
+"""The economics of storage: what it gives, what training needs, and when a copy on a local disk pays off; as words, as
+a document, and as the command to type."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ from stoker.profile.observed import Observed
 
 ANY_DISK = "/local/disk"
 ANY_CONFIG = "CONFIG"
-"""Stand for a disk and for a config that we do not know."""
+"""Placeholders for a disk and a config that we do not know."""
 WORTH_COPYING = 1.02
 """Below it, an epoch from the copy is not noticeably shorter."""
 USABLE = 0.9
-"""Share of the free space that a copy or a cache may take: a full disk is everybody's trouble."""
+"""Share of the free space that a copy or a cache may take: a full disk hurts everybody who uses it."""
 LEAST_PART = 0.05
 """Share of the data from which a cache of a part is worth the space."""
 
@@ -55,7 +53,8 @@ class BreakEven:
 def break_even(
     size_bytes: float, source: float, *, local: float | None = None, needed: float | None = None
 ) -> BreakEven | None:
-    """From bytes a second: of the source, of the local disk, and of the consumer; None if the source's is not known.
+    """When a copy pays off, given the bytes a second of the source, of the local disk, and of the consumer; None if the
+    source's are not known.
 
     Without `local` the local disk is never the slowest part, without `needed` the consumer is not.
     """
@@ -86,8 +85,8 @@ def dataset_bytes(observed: Observed) -> float | None:
 
 
 def break_even_of(observed: Observed, speedup: float) -> BreakEven | None:
-    """From what a loop measured, and by how much a copy would speed it up: copying takes place at the rate that many
-    readers reached, or else at the one of this loop."""
+    """When a copy pays off that would speed up this loop so much. Copying is taken to be as fast as many readers were,
+    if that was measured, else as fast as the loop itself reads."""
     storage, pace, size = observed.storage, observed.images_per_second, dataset_bytes(observed)
     if storage is None or not storage.bytes_per_sample or not size or not pace:
         return None
@@ -105,7 +104,7 @@ class StagingFix:
     about: str
     """Which disk, and how much is free there; may be empty."""
     share: float
-    """Of the data that is read from the local disk afterwards."""
+    """The share of the data that is read from the local disk afterwards."""
 
 
 def staging_fix(

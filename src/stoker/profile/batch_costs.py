@@ -93,10 +93,6 @@ class BatchCost:
         return self.wall_of("fetch")
 
     @property
-    def decode_s(self) -> float:
-        return self.wall_of("decode")
-
-    @property
     def on_cpu_s(self) -> float | None:
         return _sum([stage.cpu_s for stage in self.stages.values()])
 

@@ -121,7 +121,7 @@ def interval_record(interval: Interval, name_samples: NameSamples | None) -> dic
             {"name": name.encode("utf-8", "replace").decode(), "seconds": round(seconds, 6)}
             for (seconds, _), name in zip(found, names, strict=True)
         ]
-        record["typical_sample_s"] = round(cost.decode_s / max(1, cost.samples), 6)
+        record["typical_sample_s"] = round(cost.wall_of("decode") / max(1, cost.samples), 6)
     return record
 
 

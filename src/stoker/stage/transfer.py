@@ -170,7 +170,7 @@ class Transfer:
         self._under_way = self._bytes = 0
         self._large: set[_Large] = set()
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        """Messages of the threads, printed by the main one."""
+        """What the threads report, as functions that the main one calls."""
         self._stop = threading.Event()
         self._trouble: OSError | None = None
         self._committer = threading.Thread(target=self._commit, name="stoker-commit", daemon=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import interleave, keep, ratio
+from stoker.tasks.images.layouts.class_folders import ClassListing, index_of_classes
 from stoker.tasks.images.layouts.kept_index import KeptIndex, Seen, building, keeping_folder, write_kept
-from stoker.tasks.images.layouts.listing import ClassListing, index_of_classes
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import SampleIndex, checksum, pack_names, present_arrays
 

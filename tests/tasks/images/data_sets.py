@@ -10,7 +10,7 @@ from typing import Any
 from stoker.config import load_config
 from stoker.profile.host import Machine, fit_to_machine
 from stoker.tasks.checks import Subject
-from stoker.tasks.images.layouts.listing import ClassListing, Seen, index_of_classes
+from stoker.tasks.images.layouts.class_folders import ClassListing, Seen, index_of_classes
 from stoker.tasks.images.layouts.sample_index import SampleSet, all_samples, encode_name, pack_names
 
 HERE = Machine(cpus=1, accelerators=0)

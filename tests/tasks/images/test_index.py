@@ -20,7 +20,7 @@ import pytest
 from obstore.store import from_url
 
 from stoker.core.errors import UserError
-from stoker.tasks.images.layouts.listing import list_objects
+from stoker.tasks.images.layouts.class_folders import list_objects
 from stoker.tasks.images.layouts.opening import check_same_classes, open_index
 from stoker.tasks.images.layouts.sample_index import SampleIndex, pack_names, save_index
 from tests.support.waiting import DEADLINE_S

@@ -33,10 +33,11 @@ from stoker.tasks.building import limited, loader_options, no_data, updates_per_
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
 from stoker.tasks.images.decode.decoding import CentreCrop, CropRange, Decoding, Interpolation, RandomCrop, View
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
-from stoker.tasks.images.layouts.opening import check_same_classes, open_index, open_list
+from stoker.tasks.images.layouts.opening import check_same_classes, open_index
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples, repeated
+from stoker.tasks.images.layouts.sample_lists import open_list
 from stoker.tasks.images.layouts.splits import find_split
 from stoker.tasks.images.layouts.subset import choose_subset, split_samples, subset_record
 from stoker.train.checkpoint.changes import Contents, Listing, Listings, looked_at

@@ -29,7 +29,7 @@ from stoker.tasks.checks import Check, Subject, failed, first_lines, passed, unk
 from stoker.tasks.images.data import decoding_with, read_sample, validation_view
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts import imagenet
-from stoker.tasks.images.layouts.listing import class_names
+from stoker.tasks.images.layouts.class_folders import class_names
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import split_place
 

@@ -30,7 +30,7 @@ from stoker.tasks.images.data import (
 )
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.image_loader import ImageBatch
-from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
+from stoker.tasks.images.layouts.class_folders import IMAGE_SUFFIXES
 from stoker.tasks.images.layouts.sample_index import SampleSet
 from stoker.tasks.images.models import TrainedImageModel, open_model
 from stoker.train.compute import Precision, set_matmul_precision

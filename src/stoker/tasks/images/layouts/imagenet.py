@@ -31,8 +31,8 @@ from stoker.core.console import shown, some
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.core.units import count
-from stoker.tasks.images.layouts.sample_index import SampleIndex
-from stoker.tasks.images.layouts.sample_lists import LabelFileWrong, exists, read_bytes, read_text
+from stoker.tasks.images.layouts.sample_index import SampleIndex, sorted_index
+from stoker.tasks.images.layouts.sample_lists import LabelFileWrong, exists, numbered, read_bytes, read_text
 
 CLASSES = 1000
 TRAIN_IMAGES = 1_281_167
@@ -171,6 +171,16 @@ def classes_of_images(labels_file: str, names: Sequence[str]) -> dict[str, str]:
         )
     check_with_real(labels_file, {int(m[1]): wnid for name, wnid in found.items() if (m := IMAGE_NUMBER.match(name))})
     return found
+
+
+def index_of_flat(place: str, names: Sequence[str], labels_file: str) -> SampleIndex:
+    """The index of a folder of validation images, whose classes are in a file of labels."""
+    classes = classes_of_images(labels_file, names)
+    note = (
+        f"{count(len(names), 'image')} of {shown(redact_text(place))}: classes from {shown(redact_text(labels_file))}"
+    )
+    labels = numbered([classes[name] for name in names])
+    return sorted_index(place, *labels, names, {"layout": "flat", "notes": [note]})
 
 
 def read_solution(path: str) -> dict[str, str]:

@@ -21,23 +21,27 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.core.console import Say
+from stoker.core.console import Say, shown
 from stoker.core.errors import UserError
 from stoker.core.files import cache_folder, has_whole_seal, sealed, write_text
 from stoker.core.redact import redact_text
 from stoker.io.stores import is_url
 from stoker.tasks.images.layouts.sample_index import IndexUnreadable, SampleIndex, digest_of, load_index, save_index
+from stoker.tasks.images.layouts.splits import Entries, list_entries
 
 FORMAT = 1
 LISTING = "listing.json"
 # Where earlier versions kept it, inside the data.
 LEFT_IN_DATA = ".stoker-index"
+# A file or folder that changed just before it was looked at may change again without getting a new time: the coarsest
+# clocks of file systems in use tick every two seconds.
+CLOCK_TICK_NS = 2_000_000_000
 _ABANDONED_AFTER_S = 24 * 3600
 # Record locks never conflict within one process, so its threads take turns here.
 _one_thread = threading.RLock()
@@ -135,6 +139,52 @@ def keep_or_make(
         trouble = f"the index cannot be saved ({error}), so the next start lists all files again; set index_dir=FOLDER"
     new, news = made or make(before)
     return replace(new, index=replace(new.index, digest=digest_of(new.index))), [*damage, *news, trouble]
+
+
+def index_of_files(
+    place: str,
+    kind: str,
+    state: dict[str, Any],
+    make: Callable[[], SampleIndex],
+    index_dir: Path | None,
+    say: Say | None,
+) -> SampleIndex:
+    """The index kept for files in this state, else a new one; `kind` distinguishes indexes of parts of a place."""
+    source = {"kind": kind, "state": state}
+    kept, notes = keep_or_make(
+        place,
+        lambda _before: (KeptIndex(make(), source=source), []),
+        lambda kept: kept.source == source and None not in state.values(),
+        kind=kind,
+        index_dir=index_dir,
+        say=say,
+    )
+    index = kept.index
+    return replace(index, facts={**index.facts, "notes": [*index.facts["notes"], *notes]})
+
+
+def states_of_files(place: str, names: Sequence[str], entries: Entries | None) -> dict[str, Any]:
+    """What shows that a file has been replaced: its size and time, or its version in an object store; None if it is so
+    recent that it could change again unnoticed."""
+    states: dict[str, Any] = {}
+    for name in names:
+        if entries is not None and is_url(place) and name in ("", *entries.versions):
+            everything = hashlib.blake2b("\n".join(entries.files).encode(), digest_size=8).hexdigest()
+            states[name] = list(entries.versions[name]) if name else everything
+            continue
+        path = name if name.startswith("/") or is_url(name) or not place else f"{place}/{name}".rstrip("/")
+        if is_url(path):
+            folder, _, file = path.rpartition("/")
+            siblings = list_entries(folder)
+            states[name] = list(siblings.versions[file]) if siblings and file in siblings.versions else None
+            continue
+        try:
+            found = os.stat(path)  # noqa: PTH116
+        except OSError as error:
+            raise UserError("data-not-readable", f"{shown(path)}: {error.strerror}", hint="ls -l the folder") from None
+        recent = found.st_mtime_ns > time.time_ns() - CLOCK_TICK_NS
+        states[name] = None if recent else [found.st_size, found.st_mtime_ns]
+    return states
 
 
 def read_kept(keep: Path, place: str | None, damage: list[str] | None = None) -> KeptIndex | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +16,16 @@ from stoker.core.files import write_bytes
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.stores import ReadFailure, Store, StoreDown, is_url
-from stoker.tasks.images.layouts.foreign_tars import list_tars
-from stoker.tasks.images.layouts.imagenet import classes_of_images, find_labels
+from stoker.tasks.images.layouts.class_folders import IMAGE_SUFFIXES, files_directly_in, open_class_folders
+from stoker.tasks.images.layouts.imagenet import find_labels, index_of_flat
 from stoker.tasks.images.layouts.kept_index import (
-    KeptIndex,
     building,
-    keep_or_make,
+    index_of_files,
     keeping_folder,
     not_keepable,
+    states_of_files,
     whole_folder,
 )
-from stoker.tasks.images.layouts.listing import CLOCK_TICK_NS, IMAGE_SUFFIXES, files_directly_in, open_class_folders
 from stoker.tasks.images.layouts.parquet_files import list_parquet
 from stoker.tasks.images.layouts.sample_index import (
     META,
@@ -35,18 +33,12 @@ from stoker.tasks.images.layouts.sample_index import (
     SampleIndex,
     encode_name,
     load_index,
-    sorted_index,
 )
 from stoker.tasks.images.layouts.sample_lists import (
-    LabelFileWrong,
-    exists,
     has_labels,
-    numbered,
-    read_list,
-    rows_of_split,
+    index_of_list,
 )
 from stoker.tasks.images.layouts.splits import (
-    Entries,
     FoundSplit,
     check_folder,
     find_split,
@@ -54,6 +46,7 @@ from stoker.tasks.images.layouts.splits import (
     no_split,
     split_place,
 )
+from stoker.tasks.images.layouts.webdataset import list_tars
 from stoker.tasks.images.pack.tar_shards import KEY_DIGITS
 from stoker.tasks.packing import RECORDS
 
@@ -62,8 +55,6 @@ if TYPE_CHECKING:
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 """Files in which Hugging Face `datasets` keeps the labels of a folder of images."""
-# Rows of a list that are tried; a wrong data_root is noticed before training, without a request for a million files.
-FILES_TRIED = 16
 # Enough for an array of a hundred million samples; a larger file is not ours.
 MAX_ARRAY_BYTES = 8_000_000_000
 
@@ -270,12 +261,12 @@ def _open_labelled_place(
     flat = [name for name in mine if encode_name(name.lower()).endswith(IMAGE_SUFFIXES)]
 
     def opened(kind: str, depends_on: Sequence[str], make: Callable[[], SampleIndex]) -> SampleIndex:
-        return _keep_or_make(place, kind, _states(place, depends_on, entries), make, index_dir, say)
+        return index_of_files(place, kind, states_of_files(place, depends_on, entries), make, index_dir, say)
 
     if metadata is not None and (files or not parquets) and has_labels(f"{place}/{metadata}"):
         note = f"labels of {shown(redact_text(place))} from its {metadata}, as in Hugging Face datasets"
         path = f"{place}/{metadata}"
-        return opened(metadata, [metadata], lambda: _told(_index_of_list(path, place, ""), [note], None))
+        return opened(metadata, [metadata], lambda: _told(index_of_list(path, place, ""), [note], None))
     if entries.folders and not files:
         return None
     if tars:
@@ -285,113 +276,7 @@ def _open_labelled_place(
     labels = find_labels(place) if flat else None
     if labels is None:
         return None
-    return opened("flat", ["", labels], lambda: _index_of_flat(place, flat, labels))
-
-
-def open_list(
-    path: str,
-    root: str,
-    split: str,
-    *,
-    index_dir: Path | None,
-    say: Say | None = None,
-) -> SampleIndex:
-    """The index of the rows of a list that belong to a split ("" for all); paths in it are relative to the root."""
-    file, root = _find_list(path, root), split_place(root, "")
-    make = lambda: _index_of_list(file, root, split)  # noqa: E731
-    index = _keep_or_make(root, f"list {file} {split}", _states("", [file], None), make, index_dir, say)
-    return _told(index, index.facts["notes"], say)
-
-
-def list_splits(path: str, root: str) -> list[str]:
-    """The splits that a list has: train and val, or "" if it has no column of splits."""
-    file, root = _find_list(path, root), split_place(root, "")
-    rows = read_list(file, root)
-    return [split for split in ("train", "val") if rows_of_split(file, rows, split)[0]] if rows[0].split else [""]
-
-
-def _find_list(path: str, root: str) -> str:
-    if is_url(path):
-        return path
-    places = dict.fromkeys([split_place(root, path), os.path.abspath(os.path.expanduser(path))])  # noqa: PTH100, PTH111
-    found = next((place for place in places if exists(place)), None)
-    if found is None:
-        raise UserError(
-            "list-not-found",
-            f"there is no {' and no '.join(redact_text(place) for place in places)}",
-            why="the images and their labels are listed in it",
-            hint="a path relative to data_root or to the current folder",
-        )
-    return found
-
-
-def _index_of_list(path: str, root: str, split: str) -> SampleIndex:
-    listed = read_list(path, root)
-    rows, notes = rows_of_split(path, listed, split)
-    if not rows:
-        raise UserError("split-not-found", f"{redact_text(path)} has no rows of the split {split}")
-    if not is_url(root):
-        tried = rows[:: max(1, len(rows) // FILES_TRIED)]
-        if not any(os.path.exists(os.path.join(root, row.path)) for row in tried):  # noqa: PTH110, PTH118
-            hint = f"paths are relative to data_root: is {shown(root)} right?"
-            raise LabelFileWrong(path, tried[0].line, f"{shown(tried[0].path)} does not exist", hint)
-    facts = {"layout": "list", "has_splits": listed[0].split is not None, "notes": notes}
-    return sorted_index(root, *numbered([row.label for row in rows]), [row.path for row in rows], facts)
-
-
-def _index_of_flat(place: str, names: Sequence[str], labels_file: str) -> SampleIndex:
-    classes = classes_of_images(labels_file, names)
-    note = (
-        f"{count(len(names), 'image')} of {shown(redact_text(place))}: classes from {shown(redact_text(labels_file))}"
-    )
-    labels = numbered([classes[name] for name in names])
-    return sorted_index(place, *labels, names, {"layout": "flat", "notes": [note]})
-
-
-def _keep_or_make(
-    place: str,
-    kind: str,
-    state: dict[str, Any],
-    make: Callable[[], SampleIndex],
-    index_dir: Path | None,
-    say: Say | None,
-) -> SampleIndex:
-    """The index kept for files in this state, else a new one; `kind` distinguishes indexes of parts of a place."""
-    source = {"kind": kind, "state": state}
-    kept, notes = keep_or_make(
-        place,
-        lambda _before: (KeptIndex(make(), source=source), []),
-        lambda kept: kept.source == source and None not in state.values(),
-        kind=kind,
-        index_dir=index_dir,
-        say=say,
-    )
-    index = kept.index
-    return replace(index, facts={**index.facts, "notes": [*index.facts["notes"], *notes]})
-
-
-def _states(place: str, names: Sequence[str], entries: Entries | None) -> dict[str, Any]:
-    """What shows that a file has been replaced: its size and time, or its version in an object store; None if it is so
-    recent that it could change again unnoticed."""
-    states: dict[str, Any] = {}
-    for name in names:
-        if entries is not None and is_url(place) and name in ("", *entries.versions):
-            everything = hashlib.blake2b("\n".join(entries.files).encode(), digest_size=8).hexdigest()
-            states[name] = list(entries.versions[name]) if name else everything
-            continue
-        path = name if name.startswith("/") or is_url(name) or not place else f"{place}/{name}".rstrip("/")
-        if is_url(path):
-            folder, _, file = path.rpartition("/")
-            siblings = list_entries(folder)
-            states[name] = list(siblings.versions[file]) if siblings and file in siblings.versions else None
-            continue
-        try:
-            found = os.stat(path)  # noqa: PTH116
-        except OSError as error:
-            raise UserError("data-not-readable", f"{shown(path)}: {error.strerror}", hint="ls -l the folder") from None
-        recent = found.st_mtime_ns > time.time_ns() - CLOCK_TICK_NS
-        states[name] = None if recent else [found.st_size, found.st_mtime_ns]
-    return states
+    return opened("flat", ["", labels], lambda: index_of_flat(place, flat, labels))
 
 
 def _told(index: SampleIndex, notes: Sequence[str], say: Say | None) -> SampleIndex:

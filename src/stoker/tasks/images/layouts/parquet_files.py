@@ -22,9 +22,9 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count, size_text
 from stoker.io.cache import CachedStore, CopyPlace
 from stoker.io.stores import MAX_OBJECT_BYTES, Buffer, ReadFailure, SourceStore, Store, open_store
-from stoker.tasks.images.layouts.foreign_tars import open_range
 from stoker.tasks.images.layouts.sample_index import SampleIndex, sorted_index
 from stoker.tasks.images.layouts.sample_lists import LABEL_COLUMNS, LabelFileWrong, numbered
+from stoker.tasks.images.layouts.webdataset import open_range
 
 LAYOUT = "parquet"
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes")

@@ -1,10 +1,11 @@
-"""Files of labels, and lists: a CSV or JSON Lines file with a row for each image."""
+"""Lists: a CSV or JSON Lines file with a row for each image. And what all files of labels share."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import os
 import posixpath
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,18 +14,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.core.console import shown, some
+from stoker.core.console import Say, shown, some
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.io.stores import ReadFailure, is_url, open_store
-from stoker.tasks.images.layouts.sample_index import encode_name
-from stoker.tasks.images.layouts.splits import SPLIT_NAMES
+from stoker.tasks.images.layouts.kept_index import index_of_files, states_of_files
+from stoker.tasks.images.layouts.sample_index import SampleIndex, encode_name, sorted_index
+from stoker.tasks.images.layouts.splits import SPLIT_NAMES, split_place
 
 PATH_COLUMNS = ("path", "image", "filename", "file_name", "file", "image_path", "filepath")
 LABEL_COLUMNS = ("label", "class", "class_name", "category", "target")
 SPLIT_COLUMNS = ("split", "set", "subset", "partition")
 SPLITS = {"train": ("train", "training"), "val": (*SPLIT_NAMES["val"], "dev")}
+# Rows of a list that are tried; a wrong data_root is noticed before training, without a request for a million files.
+FILES_TRIED = 16
 
 
 class LabelFileWrong(UserError):
@@ -67,6 +71,53 @@ def read_bytes(path: str) -> bytes:
             why="the classes of the images are in it",
             hint="check its name and permissions",
         ) from None
+
+
+def open_list(path: str, root: str, split: str, *, index_dir: Path | None, say: Say | None = None) -> SampleIndex:
+    """The index of the rows of a list that belong to a split ("" for all); paths in it are relative to the root."""
+    file, root = _find_list(path, root), split_place(root, "")
+    make = lambda: index_of_list(file, root, split)  # noqa: E731
+    index = index_of_files(root, f"list {file} {split}", states_of_files("", [file], None), make, index_dir, say)
+    if say is not None:
+        for note in index.facts["notes"]:
+            say(note)
+    return index
+
+
+def list_splits(path: str, root: str) -> list[str]:
+    """The splits that a list has: train and val, or "" if it has no column of splits."""
+    file, root = _find_list(path, root), split_place(root, "")
+    rows = read_list(file, root)
+    return [split for split in ("train", "val") if rows_of_split(file, rows, split)[0]] if rows[0].split else [""]
+
+
+def _find_list(path: str, root: str) -> str:
+    if is_url(path):
+        return path
+    places = dict.fromkeys([split_place(root, path), os.path.abspath(os.path.expanduser(path))])  # noqa: PTH100, PTH111
+    found = next((place for place in places if exists(place)), None)
+    if found is None:
+        raise UserError(
+            "list-not-found",
+            f"there is no {' and no '.join(redact_text(place) for place in places)}",
+            why="the images and their labels are listed in it",
+            hint="a path relative to data_root or to the current folder",
+        )
+    return found
+
+
+def index_of_list(path: str, root: str, split: str) -> SampleIndex:
+    listed = read_list(path, root)
+    rows, notes = rows_of_split(path, listed, split)
+    if not rows:
+        raise UserError("split-not-found", f"{redact_text(path)} has no rows of the split {split}")
+    if not is_url(root):
+        tried = rows[:: max(1, len(rows) // FILES_TRIED)]
+        if not any(os.path.exists(os.path.join(root, row.path)) for row in tried):  # noqa: PTH110, PTH118
+            hint = f"paths are relative to data_root: is {shown(root)} right?"
+            raise LabelFileWrong(path, tried[0].line, f"{shown(tried[0].path)} does not exist", hint)
+    facts = {"layout": "list", "has_splits": listed[0].split is not None, "notes": notes}
+    return sorted_index(root, *numbered([row.label for row in rows]), [row.path for row in rows], facts)
 
 
 class ListedSample(NamedTuple):

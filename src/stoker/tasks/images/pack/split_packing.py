@@ -33,9 +33,9 @@ from stoker.io import outage
 from stoker.loader.sampler import permute
 from stoker.profile.host import HostConfig, usable_cpus
 from stoker.tasks.images.data import open_split
-from stoker.tasks.images.layouts.opening import list_splits
 from stoker.tasks.images.layouts.parquet_files import LAYOUT, row_groups, sizes_of_images
 from stoker.tasks.images.layouts.sample_index import SampleIndex, digest_of, part_of
+from stoker.tasks.images.layouts.sample_lists import list_splits
 from stoker.tasks.images.pack.pack_folder import (
     SHARDS,
     PackFolder,

@@ -16,7 +16,7 @@ from stoker.core.console import Advance, shown
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 from stoker.io.stores import Buffer, ReadFailure, SourceStore, open_store
-from stoker.tasks.images.layouts.listing import IMAGE_SUFFIXES
+from stoker.tasks.images.layouts.class_folders import IMAGE_SUFFIXES
 from stoker.tasks.images.layouts.sample_index import SampleIndex, sorted_index
 from stoker.tasks.images.layouts.sample_lists import LabelFileWrong, exists, numbered, read_text
 

@@ -25,6 +25,7 @@ from stoker.core.units import count
 from stoker.io.stores import is_url
 from stoker.tasks.images.layouts.imagenet import GROUND_TRUTH, SOLUTION
 from stoker.tasks.images.layouts.kept_index import (
+    CLOCK_TICK_NS,
     KeptIndex,
     Seen,
     index_left_in_data,
@@ -40,9 +41,6 @@ IMAGE_SUFFIXES = (
 )  # fmt: skip
 # Requests in flight to a network file system; on a local one they wait for the GIL, and do no harm.
 THREADS = 16
-# A folder that changed just before it was listed may change again without getting a new time: the coarsest clocks of
-# file systems in use tick every two seconds.
-CLOCK_TICK_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)

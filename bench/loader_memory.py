@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.rounds import keep
 from stoker.plan.host_memory import LoaderSettings, loader_parts
-from stoker.tasks.images.memory_trial import SIZE, Engine, measure_loader_memory, start_trial, trial_of
+from stoker.tasks.images.memory_trial import SIZE, Engine, measure_parts, start_trial, trial_of
 
 WORKERS, PREFETCH, BATCHES = (1, 2, 4), (2, 4), (32, 128)
 ENGINES: tuple[Engine, ...] = ("thread", "process")
@@ -21,8 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("images", type=Path, help="folder of class folders")
     arguments = parser.parse_args()
-    memory = measure_loader_memory(images=arguments.images, remember=False)
-    assert memory.measured, "the calibration failed"
+    memory = measure_parts(arguments.images)
     sys.stderr.write(f"calibration: {memory}\n")
     rows: list[dict[str, Any]] = []
     for engine in ENGINES:
@@ -33,7 +32,7 @@ def main() -> int:
                     predicted = sum(
                         loader_parts(LoaderSettings(engine, *cell, 3 * SIZE**2, whole_files=True), memory).values()
                     )
-                    with start_trial(engine, [cell], images=arguments.images) as child:
+                    with start_trial(engine, [cell], arguments.images) as child:
                         trial = trial_of(child)
                     peak = trial.peaks[0]
                     error = predicted / peak.total_bytes - 1

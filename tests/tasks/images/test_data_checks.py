@@ -15,6 +15,7 @@ from stoker.tasks.images.data_checks import DATA_CHECKS as CHECKS
 from stoker.tasks.images.data_checks import judge_first_reads
 from stoker.tasks.images.layouts.imagenet import synsets
 from stoker.tasks.images.layouts.sample_index import SampleSet
+from tests.support.layouts import images_of, write_parquet
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.tiny_training import write_images
 from tests.tasks.images.data_sets import listed, outcome, subject_of, subject_with
@@ -142,6 +143,17 @@ def test_images_that_do_not_decode_are_named(data: Path) -> None:
     assert result.status == "failed"
     assert "2 of 33 images" in result.seen
     assert [text.partition(":")[0] for text in result.details] == ["class0/000.jpg", "class2/002.jpg"]
+
+
+def test_parquet_files_are_checked_through_their_rows(whole: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    for split in ("train", "val"):
+        write_parquet(tmp_path / f"{split}-0.parquet", images_of(whole, split), ["class0", "class1", "class2"])
+    subject = subject_of(tmp_path)
+    results = {check.name: check.run(subject) for check in CHECKS}
+    assert results.pop("storage-ready") is None
+    assert "images in parquet files" in results.pop("duplicates").seen
+    assert {result.status for result in results.values()} == {"passed"}
 
 
 def test_every_class_has_its_turn_before_the_time_is_up(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

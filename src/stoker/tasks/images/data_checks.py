@@ -30,6 +30,8 @@ from stoker.tasks.images.data import decoding_with, read_sample, validation_view
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts import imagenet
 from stoker.tasks.images.layouts.class_folders import class_names
+from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
+from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import split_place
 
@@ -224,7 +226,7 @@ def check_decoding(subject: Subject) -> Finding:
     done, wanted, bad = 0, 0, list[str]()
     splits = splits_of(subject)
     for samples in splits:
-        store = open_store(samples.index.root, max_object_bytes=config.max_image_bytes)
+        store = open_sample_store(samples.index, max_object_bytes=config.max_image_bytes)
         indices = samples.indices(in_turns(samples, per_class)).tolist()
 
         def problem(index: int, samples: SampleSet = samples, store: Store = store) -> str | None:
@@ -263,8 +265,8 @@ def until(function: Callable[[T], R], items: Sequence[T], end_s: float, threads:
 def check_storage(subject: Subject) -> Finding | None:
     """The files are on this file system, not only their names: none is released or fetched at the first read."""
     splits = splits_of(subject)
-    if any(is_url(samples.index.root) for samples in splits):
-        return None  # an object store has whatever it lists
+    if any(is_url(samples.index.root) or samples.index.facts.get("layout") == PARQUET for samples in splits):
+        return None  # an object store has whatever it lists, and an image in a parquet file cannot be read alone
     for samples in splits:
         if (outcome := _check_released(samples)) is not None:
             return outcome
@@ -352,6 +354,8 @@ def check_duplicates(subject: Subject) -> Finding | None:
     train, val = subject.data.train, subject.data.val
     if val is None:
         return None
+    if any(samples.index.facts.get("layout") == PARQUET for samples in (train, val)):
+        return unknown("duplicates cannot be found: images in parquet files cannot be read alone")
     remote = is_url(train.index.root) or is_url(val.index.root)
     if remote and (train.index.sizes is None or val.index.sizes is None):
         return unknown("duplicates cannot be found: the index of this object store has no sizes")

@@ -99,11 +99,11 @@ def _predict_images(
         for start in range(0, len(files), LARGEST_BATCH):
             part = files[start : start + LARGEST_BATCH]
             good: list[tuple[Path, NDArray[np.uint8]]] = []
-            for path, image in zip(part, pool.map(lambda path: _try_image(path, restored.config), part), strict=True):
-                if isinstance(image, str):
-                    bad.append((shown(str(path)), image))
-                else:
-                    good.append((path, image))
+            for path, image in [(path, pool.submit(load_image, path, restored.config)) for path in part]:
+                try:
+                    good.append((path, image.result()))
+                except BadImage as error:
+                    bad.append((shown(str(path)), error.reason))
             if good:
                 logits = classifier.logits(torch.from_numpy(np.stack([image for _, image in good])))
                 # A network trained with `bce` scores each class on its own: the scores need not add up to one.
@@ -183,13 +183,6 @@ def _files_of(paths: Sequence[Path], bad: list[tuple[str, str]]) -> Iterator[Pat
             yield file
         if empty:
             bad.append((shown(str(path)), "a folder without images"))
-
-
-def _try_image(path: Path, config: Config) -> NDArray[np.uint8] | str:
-    try:
-        return load_image(path, config)
-    except BadImage as error:
-        return error.reason
 
 
 def export(checkpoint: Path, settings: Sequence[str], *, image: Path | None, raw: bool) -> Exportable:

@@ -19,12 +19,12 @@ import torch
 
 from stoker.core.child import Child, ChildFailed, Parent
 from stoker.core.errors import StokerError
-from stoker.core.files import remember as remember_figures
+from stoker.core.files import remember
 from stoker.loader.loader import LoaderOptions
 from stoker.loader.loader_memory import STATED, LoaderMemory, batches_held
 from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.memory import TreeMemory, tree_memory
-from stoker.tasks.images.decode.calibration import choose_decoder
+from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.decode.decoding import CropRange, Decoding, RandomCrop
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.opening import open_index
@@ -59,53 +59,41 @@ class MemoryTrial:
     image_bytes: float
 
 
-def measure_loader_memory(
-    *,
-    images: Path | None = None,
-    decoder: str = "auto",
-    measure: bool = True,
-    remember: bool = True,
-) -> LoaderMemory:
-    """The cost of a loader's parts on this machine, from two short trials side by side; STATED if they fail.
-
-    With `measure=False` it returns at once, with the figures of an earlier call or else STATED.
-
-    `images` is a folder of class folders; None generates some.
-    """
-
-    def measure_now() -> dict[str, Any] | None:
-        if not measure:
-            return None
-        few, more = (FEW_WORKERS, PREFETCH, BATCH), (MORE_WORKERS, PREFETCH, BATCH)
-        try:
-            with (
-                start_trial("thread", [more], images=images, decoder=decoder) as threads,
-                start_trial("process", [few, more], images=images, decoder=decoder) as processes,
-            ):
-                return asdict(parts_of(trial_of(threads), trial_of(processes)))
-        except (ChildFailed, StokerError, OSError):
-            return None
+def measure_loader_memory() -> LoaderMemory:
+    """The cost of a loader's parts on this machine, measured once; STATED if that fails."""
 
     def usable(value: Any) -> bool:
         return isinstance(value, dict) and set(value) == {part.name for part in fields(LoaderMemory)}
 
-    found = remember_figures(CACHE_FILE, _key(images, decoder), measure_now, usable) if remember else measure_now()
+    def measure() -> dict[str, Any] | None:
+        try:
+            return asdict(measure_parts())
+        except (ChildFailed, StokerError, OSError):
+            return None
+
+    versions = []
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    key = [f"format {FORMAT}", platform.platform(), platform.python_version(), *versions, "auto", "generated"]
+    found = remember(CACHE_FILE, ", ".join(key), measure, usable)
     return STATED if found is None else LoaderMemory(**found)
 
 
-def start_trial(
-    engine: Engine,
-    cells: Sequence[tuple[int, int, int]],
-    *,
-    size: int = SIZE,
-    images: Path | None = None,
-    decoder: str = "auto",
-) -> Child:
+def measure_parts(images: Path | None = None) -> LoaderMemory:
+    """The cost of a loader's parts, from two short trials side by side; `images` is a folder of class folders, None
+    generates some. Raises ChildFailed, StokerError or OSError."""
+    few, more = (FEW_WORKERS, PREFETCH, BATCH), (MORE_WORKERS, PREFETCH, BATCH)
+    with (
+        start_trial("thread", [more], images) as threads,
+        start_trial("process", [few, more], images) as processes,
+    ):
+        return parts_of(trial_of(threads), trial_of(processes))
+
+
+def start_trial(engine: Engine, cells: Sequence[tuple[int, int, int]], images: Path | None) -> Child:
     """Starts a process that runs a loader for each (workers, prefetch, batch)."""
-    job = {
-        "engine": engine, "cells": list(cells), "size": size, "images": None if images is None else str(images),
-        "decoder": decoder,
-    }  # fmt: skip
+    job = {"engine": engine, "cells": list(cells), "images": None if images is None else str(images)}
     return Child(run_loaders, job, timeout_s=TRIAL_TIMEOUT_S)
 
 
@@ -144,12 +132,12 @@ def run_loaders(job: dict[str, Any], _parent: Parent) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="stoker-memory-") as name:
         images = job["images"] or generate_images(Path(name) / "images")
         samples = all_samples(open_index(str(images), "", index_dir=Path(name) / "index"))
-        decoding, _ = choose_decoder(job["decoder"], list, job["size"])
+        decoding = Decoding(available_decoders()[0])
         before = tree_memory()
         runs, image_bytes = [], 0.0
         for workers, prefetch, batch in job["cells"]:
             many = repeated(samples, batch * (2 * workers * prefetch + 4))
-            plan = plan_over(many, decoding, job["size"], batch)
+            plan = plan_over(many, decoding, SIZE, batch)
             options = LoaderOptions(engine=job["engine"], workers=workers, prefetch=prefetch)
             peak, open_files, image_bytes = run_loader(plan, options)
             runs.append({"peak": asdict(peak), "open_files": open_files})
@@ -205,12 +193,3 @@ def generate_images(folder: Path, shape: tuple[int, int, int] = GENERATED_SHAPE)
         )
         path.write_bytes(data.tobytes())
     return folder
-
-
-def _key(images: Path | None, decoder: str) -> str:
-    versions = []
-    for package in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions.append(f"{package} {metadata.version(package)}")
-    what = [f"format {FORMAT}", platform.platform(), platform.python_version(), *versions, decoder]
-    return ", ".join([*what, "generated" if images is None else str(images)])

@@ -39,7 +39,11 @@ def choose_subset(
     labels = new_label[index.labels]
     indices = np.flatnonzero(labels >= 0) if among is None else among[labels[among] >= 0]
     if per_class is not None:
-        indices = _choose_images(index, indices, per_class, seed)
+        kept = [
+            part if len(part) <= per_class else _lowest(index, part, per_class, seed, b"image")
+            for part in _by_class(index, indices)
+        ]
+        indices = np.sort(np.concatenate(kept))
     return SampleSet(index, chosen, indices, labels[indices])
 
 
@@ -47,9 +51,7 @@ def split_samples(index: SampleIndex, fraction: float, seed: int) -> tuple[NDArr
     """Divides the samples into training and validation: this fraction of each class is for validation, rounded, but
     neither part is empty if a class has two images or more."""
     chosen = []
-    by_class = np.argsort(index.labels, kind="stable")
-    borders = np.flatnonzero(np.diff(index.labels[by_class])) + 1
-    for of_class in np.split(by_class, borders):
+    for of_class in _by_class(index, np.arange(len(index), dtype=np.int64)):
         wanted = min(len(of_class) - 1, max(1, round(len(of_class) * fraction)))
         chosen.append(_lowest(index, of_class, wanted, seed, b"validation"))
     val = np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, np.int64)
@@ -99,13 +101,10 @@ def _given_classes(index: SampleIndex, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)  # in this order: the labels of training count on it
 
 
-def _choose_images(index: SampleIndex, indices: NDArray[np.int64], per_class: int, seed: int) -> NDArray[np.int64]:
-    kept = []
-    by_class = indices[np.argsort(index.labels[indices], kind="stable")]
-    borders = np.flatnonzero(np.diff(index.labels[by_class])) + 1
-    for of_class in np.split(by_class, borders):
-        kept.append(of_class if len(of_class) <= per_class else _lowest(index, of_class, per_class, seed, b"image"))
-    return np.sort(np.concatenate(kept))
+def _by_class(index: SampleIndex, indices: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """These samples of an index, divided by class."""
+    ordered = indices[np.argsort(index.labels[indices], kind="stable")]
+    return np.split(ordered, np.flatnonzero(np.diff(index.labels[ordered])) + 1)
 
 
 def _lowest(index: SampleIndex, samples: NDArray[np.int64], wanted: int, seed: int, kind: bytes) -> NDArray[np.int64]:

@@ -187,9 +187,9 @@ def sampled_ratio(source: ShardSource, tasks: list[ShardTask]) -> float:
         return 1.0
     task = tasks[0]
     before = after = 0
-    for _, size, data in _read_ahead(source.index, task.samples[:SAMPLED], task.sizes[:SAMPLED]):
+    for _, size, read in _read_ahead(source.index, task.samples[:SAMPLED], task.sizes[:SAMPLED]):
         try:
-            after += len(prepare(_checked(data), source.options).data)
+            after += len(prepare(read.result(), source.options).data)
             before += size
         except BadImage:
             continue
@@ -203,9 +203,9 @@ def _write(source: ShardSource, task: ShardTask, report: Report) -> ShardRecord:
     with temporary.open("wb", buffering=1 << 20) as stream:
         writer = ShardWriter(stream, pack.shard(task.number).name)
         found = _read_ahead(source.index, task.samples, task.sizes)
-        for key, (sample, _, data) in enumerate(found, task.first_key):
+        for key, (sample, _, read) in enumerate(found, task.first_key):
             try:
-                image = prepare(_checked(data), source.options)
+                image = prepare(read.result(), source.options)
             except BadImage as error:
                 bad = {"sample": sample, "name": source.index.name(sample), "reason": error.reason}
                 writer.record.skipped.append(bad)
@@ -241,49 +241,41 @@ def _kept(source: ShardSource, task: ShardTask) -> ShardRecord | None:
     except (OSError, ValueError, TypeError, KeyError, ShardDamaged):
         return None
     left_out = np.array(sorted(skipped), np.int64)
-    for _, _, data in _read_ahead(source.index, left_out, np.zeros_like(left_out)):
+    for _, _, read in _read_ahead(source.index, left_out, np.zeros_like(left_out)):
         try:
-            prepare(_checked(data), source.options)
+            prepare(read.result(), source.options)
         except BadImage:
             continue
         return None
     return record
 
 
-def _checked(data: bytes | BadImage) -> bytes:
-    if isinstance(data, BadImage):
-        raise data
-    return data
-
-
 def _read_ahead(
     index: SampleIndex, samples: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> Iterator[tuple[int, int, bytes | BadImage]]:
-    """Each sample's index, planned size and bytes, in this order; the next samples are read in the meantime."""
-    coming: deque[tuple[int, int, Future[bytes | BadImage]]] = deque()
+) -> Iterator[tuple[int, int, Future[bytes]]]:
+    """Each sample's index, planned size and bytes (or BadImage), in this order; the next ones are read meanwhile."""
+    coming: deque[tuple[int, int, Future[bytes]]] = deque()
     ahead_bytes = 0
     with ThreadPoolExecutor(READERS) as pool:
         try:
             for sample, size in zip(samples.tolist(), sizes.tolist(), strict=True):
                 while coming and (ahead_bytes + size > AHEAD_BYTES or len(coming) >= 4 * READERS):
-                    first, first_size, future = coming.popleft()
-                    ahead_bytes -= first_size
-                    yield first, first_size, future.result()
+                    ahead_bytes -= coming[0][1]
+                    yield coming.popleft()
                 coming.append((sample, size, pool.submit(_read, index, sample)))
                 ahead_bytes += size
             while coming:
-                first, first_size, future = coming.popleft()
-                yield first, first_size, future.result()
+                yield coming.popleft()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _read(index: SampleIndex, sample: int) -> bytes | BadImage:
+def _read(index: SampleIndex, sample: int) -> bytes:
     path, offset, size = index.location(sample)
     try:
         return bytes(_store(index).read(path, offset, size, whole=not index.shards))
     except ReadFailure as error:
-        return BadImage(f"{error.reason} ({error.detail})" if error.detail else error.reason)
+        raise BadImage(f"{error.reason} ({error.detail})" if error.detail else error.reason) from None
 
 
 _stores: dict[tuple[str, str | None], Store] = {}

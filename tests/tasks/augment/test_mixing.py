@@ -78,17 +78,6 @@ def test_the_middle_of_an_odd_batch_is_unchanged(box: Box | None) -> None:
     assert not torch.allclose(images[0], floats(5)[0])
 
 
-@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-def test_targets_sum_to_one_and_the_layout_is_kept(layout: torch.memory_format) -> None:
-    mixer = Mixer(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=CLASSES)
-    for step in range(20):
-        recipe = mixer.draw(0, step, 0, 12, 10)
-        assert recipe is not None
-        torch.testing.assert_close(targets_of(labels(), 0.1, recipe).sum(1), torch.ones(6))
-        mixed = mix_images(floats().contiguous(memory_format=layout), recipe, torch.float32)
-        assert mixed.is_contiguous(memory_format=layout)
-
-
 def test_two_samples_of_one_class_keep_its_target() -> None:
     same = torch.full((4,), 3)
     torch.testing.assert_close(targets_of(same, 0.1, Recipe(0.3, None)), targets_of(same, 0.1))

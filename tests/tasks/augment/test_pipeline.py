@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ from stoker.tasks.images.augment.pipeline import (
     mix_images,
     to_float,
 )
-from stoker.tasks.images.augment.policies import RandAugment, TrivialAugmentWide
+from stoker.tasks.images.augment.policies import Policy, RandAugment, TrivialAugmentWide
 from tests.tasks.augment.images import apply_policy, some_batch, some_keys
 
 FLIPS = np.array([True, False, False, True, True, False, True, False])
@@ -34,16 +36,19 @@ LABELS = np.arange(8)
 KEYS = some_keys(8)
 
 
-def everything(mixing_on: bool = True) -> TrainAugment:
+RANDAUGMENT = RandAugment(magnitude=9, num_ops=3, probability=1)
+
+
+def everything(mixing_on: bool = True, policy: Policy = RANDAUGMENT) -> TrainAugment:
     mixer = Mixer(0.2, 1.0, 1.0, 0.5, 0.1, 10, seed=1) if mixing_on else Mixer(label_smoothing=0.1, num_classes=10)
-    return TrainAugment(mixer, RandAugment(magnitude=9, probability=1), erasing=0.5)
+    return TrainAugment(mixer, policy, erasing=0.5)
 
 
 def by_hand() -> torch.Tensor:
     """The inputs of the batch without mixing, one step after the other."""
     images = some_batch(8)
     flip(images, torch.from_numpy(np.flatnonzero(FLIPS)))
-    inputs = to_float(apply_policy(RandAugment(magnitude=9, probability=1), images, KEYS), IMAGENET_MEAN, IMAGENET_STD)
+    inputs = to_float(apply_policy(RANDAUGMENT, images, KEYS), IMAGENET_MEAN, IMAGENET_STD)
     erasures = draw_erasures(KEYS, 0.5, 48, 40)
     erase(inputs, *map(torch.from_numpy, (erasures.samples, *erasures.masks(48, 40))))
     return inputs
@@ -64,8 +69,9 @@ def test_the_parts_run_in_the_order_of_timm_and_torchvision() -> None:
         assert is_mixed
 
 
-def test_a_sample_has_the_same_bits_alone_in_a_batch_and_in_any_order() -> None:
-    augment = everything(mixing_on=False)
+@pytest.mark.parametrize("policy", [RANDAUGMENT, TrivialAugmentWide()])
+def test_a_sample_has_the_same_bits_alone_in_a_batch_and_in_any_order(policy: Policy) -> None:
+    augment = everything(mixing_on=False, policy=policy)
     together = augment(some_batch(8), LABELS, FLIPS, KEYS, 0, 0).images
     for sample in range(8):
         one = slice(sample, sample + 1)
@@ -77,7 +83,10 @@ def test_a_sample_has_the_same_bits_alone_in_a_batch_and_in_any_order() -> None:
 
 
 def test_the_same_call_gives_the_same_bits_whatever_torchs_generator_has_done() -> None:
+    before = random.getstate(), torch.get_rng_state()
     first = everything()(some_batch(8), LABELS, FLIPS, KEYS, 3, 4)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
     torch.rand(17)
     second = everything()(some_batch(8), LABELS, FLIPS, KEYS, 3, 4)
     assert torch.equal(first.images, second.images)

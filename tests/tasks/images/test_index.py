@@ -127,12 +127,6 @@ def test_hidden_files_and_folders_are_ignored(tmp_path: Path) -> None:
     assert opening.said == []
 
 
-def test_a_folder_named_like_an_image_is_listed_so_that_reading_it_can_name_it(tmp_path: Path) -> None:
-    make_tree(tmp_path, TREE)
-    (tmp_path / "train" / "cat" / "d.jpg").mkdir()
-    assert "cat/d.jpg" in opened_names(tmp_path)
-
-
 def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     data = make_tree(tmp_path / "data", TREE)
     links = tmp_path / "links" / "train"

@@ -149,13 +149,6 @@ def test_every_kind_and_orientation_is_torchvisions(interpolation: Interpolation
     assert np.mean(found) <= MEAN_LIMIT + 0.05  # four boxes are few: the order of the passes has its effect on one
 
 
-@every_decoder
-def test_every_decoder_gives_the_same_training_crop(decoder: str) -> None:
-    for name, data in large_jpegs().items():
-        for box in BOXES:
-            assert np.array_equal(ours(data, box, "bilinear", decoder), ours(data, box, "bilinear")), (name, box)
-
-
 def test_a_draft_aliases_where_a_training_crop_does_not() -> None:
     data, excess = contents()["stripes"], {}
     modes: list[DecodeMode] = ["fast", "draft"]

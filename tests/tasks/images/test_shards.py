@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import tarfile
 from pathlib import Path
@@ -15,7 +14,6 @@ from stoker.tasks.images.pack.tar_shards import (
     ShardRecord,
     ShardWriter,
     header,
-    read_members,
     read_record,
     sample_footprint,
     verify_shard,
@@ -93,11 +91,6 @@ def test_samples_missing_from_the_record_are_detected(shard: tuple[Path, ShardRe
         column.pop()  # type: ignore[attr-defined]
     with pytest.raises(ShardDamaged, match="more members"):
         verify_shard(path, record)
-
-
-def test_members_are_parsed_without_the_record(shard: tuple[Path, ShardRecord]) -> None:
-    members = list(read_members(io.BytesIO(shard[0].read_bytes())))
-    assert [member.data for member in members[::2]] == IMAGES
 
 
 def test_a_record_survives_its_file(shard: tuple[Path, ShardRecord], tmp_path: Path) -> None:

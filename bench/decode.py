@@ -19,8 +19,8 @@ from PIL import Image
 
 from bench.rounds import Spread, interleave, keep, ratio
 from stoker.loader.rng import sample_keys
+from stoker.tasks.images.decode.crops import CropRange, Decoding, draw_crops
 from stoker.tasks.images.decode.decoders import available_decoders
-from stoker.tasks.images.decode.decoding import CropRange, Decoding, draw_crops
 from stoker.tasks.images.decode.headers import BadImage
 
 SIZE = 224

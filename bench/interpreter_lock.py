@@ -18,7 +18,7 @@ import cv2
 from bench.rounds import Spread, keep
 from stoker.config import load_config
 from stoker.tasks.images.data import choose_decoding, open_loader, open_samples, training_plan
-from stoker.tasks.images.decode import decoding as images_decoding
+from stoker.tasks.images.decode import crops
 from stoker.tasks.images.decode.decoders import load_decoder
 
 
@@ -46,7 +46,7 @@ def main() -> int:
 
     decoder: Any = load_decoder("simplejpeg")
     cv2.copyTo, decoder._decode, os.pread = timed(cv2.copyTo), timed(decoder._decode), timed(os.pread)
-    images_decoding._antialiasing()["bilinear"] = timed(images_decoding._antialiasing()["bilinear"])
+    crops._antialiasing()["bilinear"] = timed(crops._antialiasing()["bilinear"])
     shares, held_us = [], []
     for epoch in range(arguments.rounds + 1):
         released[0], start, images = 0.0, time.thread_time(), 0

@@ -27,8 +27,7 @@ from PIL import Image
 from bench.decode import read_jpegs, smaller
 from bench.rounds import Spread, interleave, keep
 from stoker.loader.rng import sample_keys
-from stoker.tasks.images.decode.decoders import available_decoders, load_decoder
-from stoker.tasks.images.decode.decoding import (
+from stoker.tasks.images.decode.crops import (
     RESAMPLING,
     CropDraws,
     CropRange,
@@ -43,6 +42,7 @@ from stoker.tasks.images.decode.decoding import (
     resize_into,
     stored_box,
 )
+from stoker.tasks.images.decode.decoders import available_decoders, load_decoder
 from stoker.tasks.images.decode.headers import Box, ImageHeader
 
 SIZE = 224

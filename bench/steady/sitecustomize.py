@@ -45,7 +45,7 @@ def _image(_decoding: Any, data: Any, *_rest: Any) -> float:
 
 
 PATCHES = {
-    "stoker.tasks.images.decode.decoding": ("Decoding", "crop_into", _image),
+    "stoker.tasks.images.decode.crops": ("Decoding", "crop_into", _image),
     "stoker.tasks.volumes.patches.patch_collate": ("PatchReader", "read", lambda *_any: PATCH_S),
 }
 

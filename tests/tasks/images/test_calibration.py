@@ -12,8 +12,8 @@ import pytest
 from stoker.core.child import Parent
 from stoker.tasks.images.decode import calibration
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder, choose_fastest, measure
+from stoker.tasks.images.decode.crops import Decoding
 from stoker.tasks.images.decode.decoders import available_decoders
-from stoker.tasks.images.decode.decoding import Decoding
 from tests.conftest import PROJECT
 from tests.support import decoder_trials as trials
 from tests.support import images

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
 from stoker.loader.rng import sample_keys
-from stoker.tasks.images.decode.decoding import CropRange, draw_crops, draw_flips
+from stoker.tasks.images.decode.crops import CropRange, draw_crops, draw_flips
 from stoker.tasks.images.decode.headers import Box
 
 DRAWS = 4000

@@ -12,7 +12,7 @@ import pytest
 from stoker.config import load_config
 from stoker.tasks.images.classify import checked_training_plan
 from stoker.tasks.images.data import open_data, open_loader, open_samples, training_plan, validation_view
-from stoker.tasks.images.decode.decoding import Decoding, RandomCrop
+from stoker.tasks.images.decode.crops import Decoding, RandomCrop
 from stoker.train.ranks import Ranks
 from tests.conftest import Run
 from tests.loader.test_loader import make_images

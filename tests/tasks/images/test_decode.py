@@ -18,8 +18,8 @@ from PIL import Image, ImageOps
 
 from stoker.core.errors import UserError
 from stoker.tasks.images.decode.calibration import choose_decoder
+from stoker.tasks.images.decode.crops import DecodeMode, Decoding, Interpolation
 from stoker.tasks.images.decode.decoders import available_decoders
-from stoker.tasks.images.decode.decoding import DecodeMode, Decoding, Interpolation
 from stoker.tasks.images.decode.headers import BadImage, Box
 from tests.support import images
 from tests.support.waiting import DEADLINE_S

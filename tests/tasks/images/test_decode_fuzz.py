@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from stoker.tasks.images.decode.crops import Decoding
 from stoker.tasks.images.decode.decoders import DECODERS, available_decoders
-from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.headers import BadImage, Box
 from tests.support import images
 

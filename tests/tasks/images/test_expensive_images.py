@@ -17,11 +17,11 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from stoker.config import load_config
+from stoker.tasks.images.decode.crops import Decoding
 from stoker.tasks.images.decode.decoders import available_decoders
-from stoker.tasks.images.decode.decoding import Decoding
 from stoker.tasks.images.decode.headers import MAX_DECODED_BYTES, MOST_SCANS, BadImage, Box, read_header
 from stoker.tasks.images.image_prediction import load_image
-from stoker.tasks.images.pack.shard import PackOptions, prepare
+from stoker.tasks.images.pack.make_shard import PackOptions, prepare
 from tests.loader.test_loader import entries, loader_for
 from tests.support import images
 

@@ -18,8 +18,8 @@ from stoker.core.files import SEAL, sealed
 from stoker.io.stores import open_store
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import META, SampleIndex, checksum
+from stoker.tasks.images.pack.make_shard import PackOptions
 from stoker.tasks.images.pack.pack_folder import PackFolder, claim_packs, remove_pack
-from stoker.tasks.images.pack.shard import PackOptions
 from stoker.tasks.images.pack.split_packing import ImagePackResult, pack_split, plan_shards
 from stoker.tasks.packing import claim_destination
 from tests.support.s3_server import S3Server
@@ -241,11 +241,11 @@ def test_too_many_bad_files_stop_before_the_index_and_a_higher_limit_resumes(sou
 
 
 def test_a_repaired_file_is_included(source: Path, tmp_path: Path) -> None:
-    mended = source / "cat" / "image.3.v2.JPEG"
-    whole = mended.read_bytes()
-    mended.write_bytes(b"?" * len(whole))
+    repaired = source / "cat" / "image.3.v2.JPEG"
+    whole = repaired.read_bytes()
+    repaired.write_bytes(b"?" * len(whole))
     assert pack(source, tmp_path / "packed").skipped == 1
-    mended.write_bytes(whole)
+    repaired.write_bytes(whole)
     again = pack(source, tmp_path / "packed")
     assert (again.skipped, again.kept_shards) == (0, again.shards - 1)
     assert skipped_in(tmp_path / "packed") == {}

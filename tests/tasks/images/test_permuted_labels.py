@@ -29,12 +29,12 @@ def answers(holds: list[int], accuracy: float, images: int = 50, seed: int = 0) 
 
 
 def scattered(classes: int) -> Counts:
-    """Of a good model on images that were spread over the folders at random."""
+    """Counts of a good model on images that were spread over the folders at random."""
     return np.random.default_rng(1).multinomial(50, [1 / classes] * classes, classes)
 
 
 def collapsed(classes: int) -> Counts:
-    """Of a model that takes every image for the same class."""
+    """Counts of a model that takes every image for the same class."""
     counts = np.zeros((classes, classes), np.int64)
     counts[:, 1] = 50
     return counts

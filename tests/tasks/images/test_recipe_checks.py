@@ -48,8 +48,8 @@ def test_a_config_called_a2_that_is_not_a2_fails_and_its_fix_makes_it_a2() -> No
     command = str(outcome.fix).split(";")[0].split()
     assert command[:2] == ["stoker", "train"]
     assert "bce_target_threshold=null" in command, "the user's other settings stay"
-    mended = check_recipe(subject_of(Path(command[2]), *command[3:]))
-    assert (mended.status, mended.facts["differences"]) == ("passed", [])
+    fixed = check_recipe(subject_of(Path(command[2]), *command[3:]))
+    assert (fixed.status, fixed.facts["differences"]) == ("passed", [])
 
 
 def test_the_same_config_under_another_name_is_only_described(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_a_rate_far_above_the_published_one_fails_and_its_fix_helps(tmp_path: Pa
     outcome = check_learning_rate(subject_of(path))
     assert outcome.status == "failed"
     assert "0.5 for a total batch of 256 is 4.0 times that of torchvision's published recipe" in outcome.seen
-    mended = check_learning_rate(subject_of(path, str(outcome.fix).split(",")[0]))
-    assert (mended.status, mended.seen) == ("passed", "0.125 for a total batch of 256 = 0.5 x 256 / 1024")
+    fixed = check_learning_rate(subject_of(path, str(outcome.fix).split(",")[0]))
+    assert (fixed.status, fixed.seen) == ("passed", "0.125 for a total batch of 256 = 0.5 x 256 / 1024")
 
 
 @pytest.mark.parametrize(

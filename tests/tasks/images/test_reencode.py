@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from stoker.tasks.images.decode.headers import BadImage, read_header
-from stoker.tasks.images.pack.shard import PackOptions, prepare
+from stoker.tasks.images.pack.make_shard import PackOptions, prepare
 
 KEEP = PackOptions()
 JPEG = PackOptions(quality=95)

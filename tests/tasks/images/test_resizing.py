@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
+from stoker.tasks.images.decode.crops import DecodeMode, Decoding, Interpolation, antialias_into, resized_size
 from stoker.tasks.images.decode.decoders import available_decoders
-from stoker.tasks.images.decode.decoding import DecodeMode, Decoding, Interpolation, antialias_into, resized_size
 from stoker.tasks.images.decode.headers import Box
 from tests.support import images
 
@@ -179,7 +179,7 @@ def test_pixels_with_gaps_between_rows_and_read_only_pixels_are_resized_alike() 
 
 def test_the_result_does_not_depend_on_torchs_threads_and_hardly_on_vector_instructions() -> None:
     program = (
-        "import sys, numpy as np; from stoker.tasks.images.decode.decoding import antialias_into; "
+        "import sys, numpy as np; from stoker.tasks.images.decode.crops import antialias_into; "
         "pixels = np.frombuffer(sys.stdin.buffer.read(), np.uint8).reshape(150, 200, 3); "
         "out = np.empty((64, 64, 3), np.uint8); antialias_into(pixels[3:, 5:], out, 'bilinear'); "
         "sys.stdout.buffer.write(out.tobytes())"

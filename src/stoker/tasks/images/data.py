@@ -31,7 +31,7 @@ from stoker.run.folder import RunFolder
 from stoker.tasks.base import metric_of
 from stoker.tasks.building import limited, loader_options, no_data, updates_per_epoch
 from stoker.tasks.images.decode.calibration import CalibrationResult, choose_decoder
-from stoker.tasks.images.decode.decoding import CentreCrop, CropRange, Decoding, Interpolation, RandomCrop, View
+from stoker.tasks.images.decode.crops import CentreCrop, CropRange, Decoding, Interpolation, RandomCrop, View
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.opening import check_same_classes, open_index
 from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET

@@ -18,7 +18,7 @@ from stoker.loader.loader import BatchLoader, Follow, LoaderOptions
 from stoker.loader.rng import sample_keys
 from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.batch_costs import BatchClock
-from stoker.tasks.images.decode.decoding import View, draw_flips
+from stoker.tasks.images.decode.crops import View, draw_flips
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleSet

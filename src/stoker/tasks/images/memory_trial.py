@@ -24,8 +24,8 @@ from stoker.loader.loader import LoaderOptions
 from stoker.loader.loader_memory import STATED, LoaderMemory, batches_held
 from stoker.loader.sampler import EpochSampler, Steps
 from stoker.profile.memory import TreeMemory, tree_memory
+from stoker.tasks.images.decode.crops import CropRange, Decoding, RandomCrop
 from stoker.tasks.images.decode.decoders import available_decoders
-from stoker.tasks.images.decode.decoding import CropRange, Decoding, RandomCrop
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import SampleSet, all_samples, repeated

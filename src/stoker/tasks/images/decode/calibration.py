@@ -21,8 +21,8 @@ from stoker.core.errors import UserError
 from stoker.core.files import remember
 from stoker.loader.rng import sample_keys
 from stoker.run.environment import describe_host
+from stoker.tasks.images.decode.crops import MAX_PIXELS, CropRange, DecodeMode, Decoding, draw_crops
 from stoker.tasks.images.decode.decoders import LIBTURBOJPEG, available_decoders
-from stoker.tasks.images.decode.decoding import MAX_PIXELS, CropRange, DecodeMode, Decoding, draw_crops
 from stoker.tasks.images.decode.headers import BadImage, Box, ImageHeader
 
 FORMAT = 2

@@ -38,14 +38,7 @@ from stoker.tasks.images.layouts.sample_lists import (
     has_labels,
     index_of_list,
 )
-from stoker.tasks.images.layouts.splits import (
-    FoundSplit,
-    check_folder,
-    find_split,
-    list_entries,
-    no_split,
-    split_place,
-)
+from stoker.tasks.images.layouts.splits import list_entries, require_split, split_place
 from stoker.tasks.images.layouts.webdataset import list_tars
 from stoker.tasks.images.pack.tar_shards import KEY_DIGITS
 from stoker.tasks.packing import RECORDS
@@ -73,14 +66,8 @@ def open_index(
     calls load it, and list only the class folders that changed. `say` gets notes for the user, which are also in
     `facts["notes"]`. `split=""` opens a root that contains the class folders.
     """
-    found = FoundSplit("") if not split else find_split(root, split)
-    if found is None and is_url(split_place(root, "")):
-        raise no_split(root, split)
-    folder = split if found is None else found.folder
-    if not is_url(split_place(root, "")):
-        check_folder(root, folder)  # raises if nothing was found
-    assert found is not None
-    place, notes = split_place(root, folder), [] if found.note is None else [found.note]
+    found = require_split(root, split)
+    place, notes = split_place(root, found.folder), [] if found.note is None else [found.note]
     if not found.files:
         if (packed := open_packed(place, index_dir)) is not None:
             return _told(packed, [*notes, *packed.facts.get("notes", [])], say)

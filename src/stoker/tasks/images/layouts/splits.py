@@ -147,6 +147,23 @@ def find_split(root: str, split: str) -> FoundSplit | None:
         raise
 
 
+def require_split(root: str, split: str) -> FoundSplit:
+    """The same; raises UserError if there is none, and says what there is. `split=""` is the root itself."""
+    found = find_split(root, split) if split else FoundSplit("")
+    place = split_place(root, "")
+    if not is_url(place):
+        check_folder(root, split if found is None else found.folder)
+    elif found is None:
+        raise UserError(
+            "split-not-found",
+            f"{redact_text(place)} has no {split}/",
+            why=f"nothing there is called {' or '.join(SPLIT_NAMES.get(split, (split,)))}",
+            hint=f"data_root must contain {split}/CLASS/IMAGE.jpg, or see docs/bring-your-data.md",
+        )
+    assert found is not None
+    return found
+
+
 def _search(root: str, names: tuple[str, ...]) -> FoundSplit | None:
     first: FoundSplit | None = None
     for base in BASES:
@@ -158,17 +175,6 @@ def _search(root: str, names: tuple[str, ...]) -> FoundSplit | None:
             return found  # the splits of a data set are side by side
         first = first or found
     return first
-
-
-def no_split(root: str, split: str) -> UserError:
-    """The error for a URL without this split; `check_folder` raises the one for a folder."""
-    place = redact_text(split_place(root, ""))
-    return UserError(
-        "split-not-found",
-        f"{place} has no {split}/",
-        why=f"nothing there is called {' or '.join(SPLIT_NAMES.get(split, (split,)))}",
-        hint=f"data_root must contain {split}/CLASS/IMAGE.jpg, or see docs/bring-your-data.md",
-    )
 
 
 def _named(root: str, entries: Entries, base: str, names: tuple[str, ...]) -> FoundSplit | None:

@@ -36,6 +36,14 @@ from stoker.tasks.images.data import open_split
 from stoker.tasks.images.layouts.parquet_files import LAYOUT, row_groups, sizes_of_images
 from stoker.tasks.images.layouts.sample_index import SampleIndex, digest_of, part_of
 from stoker.tasks.images.layouts.sample_lists import list_splits
+from stoker.tasks.images.pack.make_shard import (
+    PackOptions,
+    ShardDone,
+    ShardSource,
+    ShardTask,
+    make_shards,
+    sampled_ratio,
+)
 from stoker.tasks.images.pack.pack_folder import (
     SHARDS,
     PackFolder,
@@ -49,7 +57,6 @@ from stoker.tasks.images.pack.pack_folder import (
     source_index_folder,
     write_pack_index,
 )
-from stoker.tasks.images.pack.shard import PackOptions, ShardDone, ShardSource, ShardTask, make_shards, sampled_ratio
 from stoker.tasks.images.pack.tar_shards import END, sample_footprint
 from stoker.tasks.packing import check_destination, check_space, list_bad, make_parts
 

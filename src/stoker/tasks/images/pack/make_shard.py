@@ -21,8 +21,8 @@ from stoker.core.child import Parent
 from stoker.core.files import sync_folder
 from stoker.io import outage
 from stoker.io.stores import ReadFailure, Store
+from stoker.tasks.images.decode.crops import MAX_PIXELS, turned
 from stoker.tasks.images.decode.decoders import PILLOW, Refused, load_decoder
-from stoker.tasks.images.decode.decoding import MAX_PIXELS, turned
 from stoker.tasks.images.decode.headers import BadImage, Box, ImageHeader, read_header
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex

@@ -103,20 +103,6 @@ def test_images_that_no_try_fits_give_the_largest_centred_crop() -> None:
     assert draw_crops(keys(1), CropRange(scale=(1.0, 1.0))).box(0, 300, 900) == Box(250, 0, 400, 300)
 
 
-def test_a_crop_depends_on_its_key_alone() -> None:
-    whole, some = draw_crops(keys(100), CropRange()), np.array([70, 3])
-    part = draw_crops(keys(100)[some], CropRange())
-    for place, sample in enumerate(some.tolist()):
-        assert part.box(place, 500, 375) == whole.box(sample, 500, 375)
-    # Drawing one image's crop does not change the others, and drawing it twice changes nothing.
-    assert whole.box(3, 500, 375) == whole.box(3, 500, 375)
-
-
-def test_every_epoch_has_different_crops() -> None:
-    one, other = draw_crops(keys(200), CropRange()), draw_crops(keys(200, epoch=1), CropRange())
-    assert sum(one.box(n, 500, 375) == other.box(n, 500, 375) for n in range(200)) == 0
-
-
 def test_flips_have_the_requested_rate_and_are_independent_of_crops() -> None:
     many = keys(20_000)
     flips = draw_flips(many, 0.3)

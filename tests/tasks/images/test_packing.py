@@ -160,16 +160,6 @@ def test_objects_of_a_store_are_packed_into_the_same_bytes_as_files(s3: S3Server
     assert content(tmp_path / "from-files") == content(tmp_path / "from-store")
 
 
-def test_a_finished_pack_is_kept_as_it_is(source: Path, tmp_path: Path) -> None:
-    first = pack(source, tmp_path / "packed")
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").glob("*.tar")}
-    before = content(tmp_path / "packed")
-    again = pack(source, tmp_path / "packed", workers=2)
-    assert (again.kept_shards, again.images_per_second) == (first.shards, None)
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert content(tmp_path / "packed") == before
-
-
 def _flip(path: Path) -> None:
     changed = bytearray(path.read_bytes())
     changed[1000] ^= 255
@@ -259,13 +249,9 @@ def refusal(call: Callable[[], Any]) -> UserError:
     return refused.value
 
 
-def test_a_different_source_or_different_options_are_refused(source: Path, tmp_path: Path) -> None:
+def test_a_different_source_is_refused(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "packed")
     before = content(tmp_path / "packed")
-    other = refusal(lambda: pack(source, tmp_path / "packed", PackOptions(40_000, quality=90)))
-    assert other.name == "pack-options-differ"
-    assert "--quality 90" in other.seen
-    assert "--fresh" in (other.hint or "")
     (source / "cat" / "one-more.jpg").write_bytes((source / "cat" / "image.0.v2.JPEG").read_bytes())
     assert refusal(lambda: pack(source, tmp_path / "packed")).name == "pack-source-differs"
     assert content(tmp_path / "packed") == before

@@ -120,8 +120,8 @@ class TrainAugment:
     def __call__(
         self,
         images_nhwc: Tensor,
-        labels: NDArray[np.int64] | Tensor,
-        flips: NDArray[np.bool_] | Tensor,
+        labels: NDArray[np.int64],
+        flips: NDArray[np.bool_],
         keys: Keys,
         epoch: int,
         step: int,
@@ -134,7 +134,7 @@ class TrainAugment:
         device; a caller that passes one keeps that buffer until the copy is done.
         """
         _, height, width, _ = images_nhwc.shape
-        chosen = self.choose(np.asarray(labels), np.asarray(flips), keys, (epoch, step, part), height, width)
+        chosen = self.choose(labels, flips, keys, (epoch, step, part), height, width)
         there = chosen.packed.to_device(copy or copy_to(images_nhwc.device))
         # The order of timm and torchvision. Bytes for as long as possible: they are a quarter of the size of floats.
         images = images_nhwc

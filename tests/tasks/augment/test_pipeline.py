@@ -11,7 +11,6 @@ from torchvision.transforms import functional
 
 from stoker.config import Config
 from stoker.loader import rng as draws
-from stoker.tasks.device_copies import copy_to, pack
 from stoker.tasks.images.augment import pipeline, policies
 from stoker.tasks.images.augment.pipeline import (
     IMAGENET_MEAN,
@@ -140,7 +139,7 @@ def test_no_two_kinds_of_choice_share_their_draws() -> None:
     assert len({*ours, *datas}) == len(ours) + len(datas)
 
 
-# Flipping, floats, and the copy of the choices
+# Flipping and floats
 
 
 def test_floats_are_those_of_torchvision() -> None:
@@ -155,31 +154,6 @@ def test_only_the_chosen_samples_are_mirrored() -> None:
     for sample in range(6):
         expected = np.fliplr(images[sample].numpy()) if sample in (0, 2, 3) else images[sample].numpy()
         assert np.array_equal(flipped[sample].numpy(), expected)
-
-
-def test_packed_arrays_come_out_as_they_went_in() -> None:
-    arrays = {
-        "flags": np.array([True, False, True]), "none": np.zeros((0, 3, 257), np.uint8),
-        "doubles": np.linspace(0, 1, 5), "bytes": np.arange(7, dtype=np.uint8), "one": np.array(0.5, np.float32),
-        "numbers": np.arange(6).reshape(2, 3)[:, ::-1],
-    }  # fmt: skip
-    copies: list[torch.Tensor] = []
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        copies.append(tensor)
-        return tensor.clone()
-
-    there = pack(arrays).to_device(copy)
-    assert len(copies) == 1
-    for name, array in arrays.items():
-        assert np.array_equal(there[name].numpy(), array)
-        assert there[name].numpy().dtype == array.dtype
-
-
-def test_on_a_cpu_nothing_is_copied() -> None:
-    packed = pack({"numbers": np.arange(3)})
-    there = packed.to_device(copy_to(torch.device("cpu")))["numbers"]
-    assert there.untyped_storage().data_ptr() == packed.host_tensor.untyped_storage().data_ptr()
 
 
 # Erasing

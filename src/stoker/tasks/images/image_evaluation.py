@@ -133,11 +133,7 @@ def open_labelled(restored: TrainedImageModel, split: Split, say: Say, progress:
 
 
 def evaluate_checkpoint(
-    restored: TrainedImageModel,
-    samples: SampleSet,
-    *,
-    real_labels: Path | None = None,
-    progress: Advance | None = None,
+    restored: TrainedImageModel, samples: SampleSet, *, real_labels: Path | None = None, progress: Advance | None = None
 ) -> Evaluation:
     """Classifies every image; unreadable ones are left out and listed."""
     config = restored.config

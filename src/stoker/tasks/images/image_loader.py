@@ -140,11 +140,7 @@ class ImageMaker:
 
 class ImageLoader(BatchLoader[ImageBatch]):
     def __init__(
-        self,
-        plan: ImagePlan,
-        options: LoaderOptions,
-        say: Say = lambda _line: None,
-        follow: Follow | None = None,
+        self, plan: ImagePlan, options: LoaderOptions, say: Say = lambda _line: None, follow: Follow | None = None
     ) -> None:
         self.plan = plan
         quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.samples))

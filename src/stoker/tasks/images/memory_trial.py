@@ -84,10 +84,7 @@ def measure_parts(images: Path | None = None) -> LoaderMemory:
     """The cost of a loader's parts, from two short trials side by side; `images` is a folder of class folders, None
     generates some. Raises ChildFailed, StokerError or OSError."""
     few, more = (FEW_WORKERS, PREFETCH, BATCH), (MORE_WORKERS, PREFETCH, BATCH)
-    with (
-        start_trial("thread", [more], images) as threads,
-        start_trial("process", [few, more], images) as processes,
-    ):
+    with start_trial("thread", [more], images) as threads, start_trial("process", [few, more], images) as processes:
         return parts_of(trial_of(threads), trial_of(processes))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,24 +84,17 @@ def matrices_of(chosen: NDArray[np.int64], arguments: Floats, height: int, width
     return matrices
 
 
-class SourceGrid(NamedTuple):
-    """Where the pixels come from, in grid_sample's units (-1 and 1 are the borders): a sum of what follows from the
-    column and what follows from the row."""
+def source_grid(matrices: Floats, height: int, width: int) -> dict[str, NDArray[np.float32]]:
+    """Where the pixels come from by each matrix (samples, 6), in grid_sample's units (-1 and 1 are the borders): what
+    follows from the column (samples, 1, width, 2: x and y) and from the row (samples, height, 1, 2).
 
-    by_column: NDArray[np.float32]
-    """(samples, 1, width, 2): x and y."""
-    by_row: NDArray[np.float32]
-    """(samples, height, 1, 2)."""
-
-
-def source_grid(matrices: Floats, height: int, width: int) -> SourceGrid:
-    """The grid of each matrix (samples, 6), made on the host: two short vectors a sample, which the device adds up."""
+    Two short vectors a sample, made on the host, which the device adds up."""
     a, b, c, d, e, f = (column[:, None] for column in matrices.astype(np.float32).T)
     xs, ys = (np.arange(length, dtype=np.float32)[None] + np.float32(0.5) for length in (width, height))
     wide, tall, one = np.float32(2 / width), np.float32(2 / height), np.float32(1)
     by_column = np.stack([(a * xs + c) * wide - one, d * xs * tall], axis=-1)
     by_row = np.stack([b * ys * wide, (e * ys + f) * tall - one], axis=-1)
-    return SourceGrid(by_column[:, None], by_row[:, :, None])
+    return {"by_column": by_column[:, None], "by_row": by_row[:, :, None]}
 
 
 def warp(planes: Tensor, by_column: Tensor, by_row: Tensor, fill: Tensor, out: Tensor) -> None:

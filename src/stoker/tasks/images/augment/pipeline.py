@@ -12,10 +12,9 @@ from torch import Tensor
 
 from stoker.config import Config
 from stoker.loader.rng import Keys, mix, uniforms
-from stoker.tasks.device_copies import Copy, PackedChoices, copy_to, kept_on, pack
+from stoker.tasks.device_copies import Copy, copy_to, kept_on, pack
 from stoker.tasks.images.augment.operations import plus
 from stoker.tasks.images.augment.policies import (
-    BatchLayers,
     Level,
     Policy,
     RandAugment,
@@ -93,19 +92,6 @@ class Augmented(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BatchChoices:
-    """Everything that is decided about a batch before the device gets it."""
-
-    packed: PackedChoices
-    layers: BatchLayers | None
-    flipped: bool
-    erased: bool
-    recipe: Recipe | None
-    elsewhere: float
-    """The target of the classes that a sample does not show."""
-
-
-@dataclass(frozen=True)
 class TrainAugment:
     """Turns a batch of bytes into the inputs and soft targets of a training step."""
 
@@ -134,41 +120,11 @@ class TrainAugment:
         device; a caller that passes one keeps that buffer until the copy is done.
         """
         _, height, width, _ = images_nhwc.shape
-        chosen = self.choose(labels, flips, keys, (epoch, step, part), height, width)
-        there = chosen.packed.to_device(copy or copy_to(images_nhwc.device))
-        # The order of timm and torchvision. Bytes for as long as possible: they are a quarter of the size of floats.
-        images = images_nhwc
-        if chosen.flipped or chosen.layers is not None:
-            images = images.index_select(0, there["first_order"])  # also the copy that the next steps overwrite
-        if chosen.flipped:
-            flip(images, there["flipped"])
-        if chosen.layers is not None:
-            images = run_layers(images, chosen.layers.layers, there)
-        recipe = chosen.recipe
-        mixup = recipe is not None and recipe.box is None
-        inputs = to_float(images, self.mean, self.std, torch.float32 if mixup else self.dtype, self.memory_format)
-        if chosen.erased:
-            erase(inputs, there["erased"], there["erased_rows"], there["erased_columns"])
-        if recipe is not None:
-            inputs = mix_images(inputs, recipe, self.dtype)
-        targets = fill_targets(chosen.elsewhere, there["columns"], there["values"], self.mixer.num_classes)
-        return Augmented(inputs, targets, there["labels"], recipe is not None and recipe.kept != 1)
-
-    def choose(
-        self,
-        labels: NDArray[np.int64],
-        flips: NDArray[np.bool_],
-        keys: Keys,
-        number: tuple[int, int, int],
-        height: int,
-        width: int,
-    ) -> BatchChoices:
-        """The choices for a batch of this size; `number` is its epoch, step and part."""
-        recipe = self.mixer.draw(*number, height, width)
-        targets = target_rows(labels, self.mixer.num_classes, self.mixer.label_smoothing, recipe)
-        order = np.arange(len(labels))
-        arrays: dict[str, NDArray[Any]] = {"labels": labels, "columns": targets.columns, "values": targets.values}
-        layers = None
+        # What is decided about the batch, all of it on the host, so that it goes to the device in one piece.
+        recipe = self.mixer.draw(epoch, step, part, height, width)
+        rows = target_rows(labels, self.mixer.num_classes, self.mixer.label_smoothing, recipe)
+        arrays: dict[str, NDArray[Any]] = {"labels": labels, "columns": rows.columns, "values": rows.values}
+        layers, order = None, np.arange(len(labels))
         if self.policy is not None:
             layers = arrange(self.policy.plan(keys, height, width), height, width, self.policy.fill)
             arrays |= layers.arrays
@@ -177,10 +133,26 @@ class TrainAugment:
         arrays |= {"first_order": order, "flipped": flipped}
         erasures = draw_erasures(keys, self.erasing, height, width) if self.erasing > 0 else None
         if erasures is not None:
-            rows, columns = erasures.masks(height, width)
-            arrays |= {"erased": erasures.samples, "erased_rows": rows, "erased_columns": columns}
-        erased = erasures is not None and len(erasures.samples) > 0
-        return BatchChoices(pack(arrays), layers, len(flipped) > 0, erased, recipe, targets.elsewhere)
+            erased_rows, erased_columns = erasures.masks(height, width)
+            arrays |= {"erased": erasures.samples, "erased_rows": erased_rows, "erased_columns": erased_columns}
+        packed = pack(arrays)
+        there = packed.to_device(copy or copy_to(images_nhwc.device))
+        # The order of timm and torchvision. Bytes for as long as possible: they are a quarter of the size of floats.
+        images = images_nhwc
+        if len(flipped) or layers is not None:
+            images = images.index_select(0, there["first_order"])  # also the copy that the next steps overwrite
+        if len(flipped):
+            flip(images, there["flipped"])
+        if layers is not None:
+            images = run_layers(images, layers.layers, there)
+        mixup = recipe is not None and recipe.box is None
+        inputs = to_float(images, self.mean, self.std, torch.float32 if mixup else self.dtype, self.memory_format)
+        if erasures is not None and len(erasures.samples):
+            erase(inputs, there["erased"], there["erased_rows"], there["erased_columns"])
+        if recipe is not None:
+            inputs = mix_images(inputs, recipe, self.dtype)
+        targets = fill_targets(rows.elsewhere, there["columns"], there["values"], self.mixer.num_classes)
+        return Augmented(inputs, targets, there["labels"], recipe is not None and recipe.kept != 1)
 
 
 @dataclass(frozen=True)

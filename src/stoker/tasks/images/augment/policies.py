@@ -228,8 +228,7 @@ def _arrays(
     tables = np.zeros((counts.tables, 3, TABLE_SIZE), np.uint8)
     tables[counts.equalized + counts.stretched :, :, 1:] = ops.tables_of(chosen[fixed], arguments[fixed])[:, None]
     return {
-        "by_column": grid.by_column,
-        "by_row": grid.by_row,
+        **grid,
         "factors": arguments[blended].astype(np.float32),
         "tables": tables,
         "starts": ops.table_starts(counts.tables),

@@ -27,17 +27,8 @@ from stoker.tasks.images.layouts.kept_index import (
     whole_folder,
 )
 from stoker.tasks.images.layouts.parquet_files import list_parquet
-from stoker.tasks.images.layouts.sample_index import (
-    META,
-    IndexUnreadable,
-    SampleIndex,
-    encode_name,
-    load_index,
-)
-from stoker.tasks.images.layouts.sample_lists import (
-    has_labels,
-    index_of_list,
-)
+from stoker.tasks.images.layouts.sample_index import META, IndexUnreadable, SampleIndex, encode_name, load_index
+from stoker.tasks.images.layouts.sample_lists import has_labels, index_of_list
 from stoker.tasks.images.layouts.splits import list_entries, require_split, split_place
 from stoker.tasks.images.layouts.webdataset import list_tars
 from stoker.tasks.images.pack.tar_shards import KEY_DIGITS
@@ -53,12 +44,7 @@ MAX_ARRAY_BYTES = 8_000_000_000
 
 
 def open_index(
-    root: str,
-    split: str,
-    *,
-    index_dir: Path | None,
-    progress: Advance | None = None,
-    say: Say | None = None,
+    root: str, split: str, *, index_dir: Path | None, progress: Advance | None = None, say: Say | None = None
 ) -> SampleIndex:
     """The samples of a split of a folder or URL, in any layout: class folders, packed shards, or labels in files.
 
@@ -228,12 +214,7 @@ def _load_if_whole(folder: Path, damage: list[str] | None = None) -> SampleIndex
 
 
 def _open_labelled_place(
-    place: str,
-    files: Sequence[str],
-    *,
-    index_dir: Path | None,
-    progress: Advance | None,
-    say: Say | None,
+    place: str, files: Sequence[str], *, index_dir: Path | None, progress: Advance | None, say: Say | None
 ) -> SampleIndex | None:
     """The index of a place with its labels in files; None if it has class folders, or no known layout.
 

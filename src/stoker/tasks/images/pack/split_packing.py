@@ -120,12 +120,7 @@ def _usage(seen: str, hint: str) -> UsageError:
 
 
 def pack_splits(
-    config: Config,
-    destination: Path,
-    wanted: Sequence[str] | None,
-    options: PackOptions,
-    workers: int,
-    fresh: bool,
+    config: Config, destination: Path, wanted: Sequence[str] | None, options: PackOptions, workers: int, fresh: bool
 ) -> dict[str, ImagePackResult]:
     """The result of each split by its name."""
     assert config.data_root is not None

@@ -49,7 +49,6 @@ class PublishedRecipe:
 class Deviation:
     """One setting of a config that is not the recipe's."""
 
-    setting: str
     text: str
     """'CE instead of BCE'."""
     fix: str | None
@@ -137,8 +136,7 @@ def differences(config: HostConfig, recipe: PublishedRecipe) -> list[Deviation]:
     for setting, wanted in recipe.settings.items():
         seen = ours[setting]
         if not _same(seen, wanted):
-            fix = _fix(setting, wanted, config, recipe)
-            found.append(Deviation(setting, _difference_text(setting, seen, wanted), fix))
+            found.append(Deviation(_difference_text(setting, seen, wanted), _fix(setting, wanted, config, recipe)))
     return found
 
 

@@ -287,13 +287,13 @@ class Evaluation:
         ]  # fmt: skip
         return sorted(scores, key=lambda score: (score.acc1, score.acc5, -score.images))
 
-    def confused(self, most: int = MOST_CONFUSED) -> list[ConfusedPair]:
+    def confused(self) -> list[ConfusedPair]:
         """The pairs of classes that were confused most often."""
         images = np.bincount(self.labels, minlength=len(self.classes))
         wrong = self.best[:, 0] != self.labels
         # One number for a pair: a matrix of 21,841 classes would take 4 GB.
         pairs, counts = np.unique(self.labels[wrong] * len(self.classes) + self.best[wrong, 0], return_counts=True)
-        first = np.argsort(-counts, kind="stable")[:most]
+        first = np.argsort(-counts, kind="stable")[:MOST_CONFUSED]
         return [
             ConfusedPair(self.classes[label], self.classes[guess], int(counts[number]), int(images[label]))
             for number in first

@@ -34,8 +34,7 @@ from stoker.tasks.images.decode.calibration import CalibrationResult, choose_dec
 from stoker.tasks.images.decode.crops import CentreCrop, CropRange, Decoding, Interpolation, RandomCrop, View
 from stoker.tasks.images.image_loader import ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.opening import check_same_classes, open_index
-from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
-from stoker.tasks.images.layouts.parquet_files import open_sample_store
+from stoker.tasks.images.layouts.parquet_files import is_parquet, open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet, all_samples, repeated
 from stoker.tasks.images.layouts.sample_lists import open_list
 from stoker.tasks.images.layouts.splits import find_split
@@ -395,7 +394,7 @@ def measure_storage_of(
     """The same, and how fast the source is, from reading some of the samples for about `seconds`; reports to `missing`
     what could not be measured."""
     facts = describe_storage(samples)
-    if samples.index.facts.get("layout") == PARQUET:
+    if is_parquet(samples.index):
         missing("the storage's speed: images in parquet files cannot be read alone")
         return facts
     return measure_storage(store, samples, facts, seconds, missing)

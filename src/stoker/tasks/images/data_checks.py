@@ -30,8 +30,7 @@ from stoker.tasks.images.data import decoding_with, read_sample, validation_view
 from stoker.tasks.images.decode.headers import BadImage
 from stoker.tasks.images.layouts import imagenet
 from stoker.tasks.images.layouts.class_folders import class_names
-from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
-from stoker.tasks.images.layouts.parquet_files import open_sample_store
+from stoker.tasks.images.layouts.parquet_files import is_parquet, open_sample_store
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import split_place
 
@@ -265,7 +264,7 @@ def until(function: Callable[[T], R], items: Sequence[T], end_s: float, threads:
 def check_storage(subject: Subject) -> Finding | None:
     """The files are on this file system, not only their names: none is released or fetched at the first read."""
     splits = splits_of(subject)
-    if any(is_url(samples.index.root) or samples.index.facts.get("layout") == PARQUET for samples in splits):
+    if any(is_url(samples.index.root) or is_parquet(samples.index) for samples in splits):
         return None  # an object store has whatever it lists, and an image in a parquet file cannot be read alone
     for samples in splits:
         if (outcome := _check_released(samples)) is not None:
@@ -354,7 +353,7 @@ def check_duplicates(subject: Subject) -> Finding | None:
     train, val = subject.data.train, subject.data.val
     if val is None:
         return None
-    if any(samples.index.facts.get("layout") == PARQUET for samples in (train, val)):
+    if is_parquet(train.index) or is_parquet(val.index):
         return unknown("duplicates cannot be found: images in parquet files cannot be read alone")
     remote = is_url(train.index.root) or is_url(val.index.root)
     if remote and (train.index.sizes is None or val.index.sizes is None):

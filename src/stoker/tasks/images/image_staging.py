@@ -27,7 +27,7 @@ from stoker.tasks.images.classify import checked_training_plan, validation_of
 from stoker.tasks.images.data import TrainingData, chosen_record, open_split, selected
 from stoker.tasks.images.image_loader import ImagePlan
 from stoker.tasks.images.layouts.imagenet import DEVKITS
-from stoker.tasks.images.layouts.parquet_files import LAYOUT as PARQUET
+from stoker.tasks.images.layouts.parquet_files import is_parquet
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
 from stoker.tasks.images.layouts.splits import find_split, list_entries, split_place
 from stoker.tasks.staging import Staging, cannot_stage, copy_place, files_beside, open_staging
@@ -42,7 +42,7 @@ def stage_images(config: HostConfig, data: TrainingData, ranks: Ranks, say: Say)
     train, val = checked_training_plan(config, data, ranks), validation_of(config, data, ranks)
     indexes = [plan.samples.index for plan in (train, val) if plan is not None]
     root = split_place(config.data_root or "", "")
-    if any(index.facts.get("layout") == PARQUET for index in indexes):
+    if any(map(is_parquet, indexes)):
         raise cannot_stage(config, "its images are in parquet files", "an image there is not a range of bytes")
     place = copy_place(config, root)
     if outside := next((index.root for index in indexes if place.below(index.root) is None), None):

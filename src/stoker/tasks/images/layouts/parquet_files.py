@@ -26,7 +26,6 @@ from stoker.tasks.images.layouts.sample_index import SampleIndex, sorted_index
 from stoker.tasks.images.layouts.sample_lists import LABEL_COLUMNS, LabelFileWrong, numbered
 from stoker.tasks.images.layouts.webdataset import open_range
 
-LAYOUT = "parquet"
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "bytes")
 # Row groups in memory, for each process; a file of `datasets` has 100 images (11 MB) to 1,000 in each.
 KEPT_BYTES = 256_000_000
@@ -39,14 +38,19 @@ def open_sample_store(
 ) -> Store:
     """The store from which an index's samples are read, with a local copy in front of it if one is given."""
     store: Store = open_store(index.root, max_object_bytes)
-    if index.facts.get("layout") == LAYOUT:
+    if is_parquet(index):
         store = ParquetStore(open_store(index.root), index.facts["version"], max_object_bytes)
     return store if copy is None else CachedStore(store, copy, max_object_bytes)
 
 
+def is_parquet(index: SampleIndex) -> bool:
+    """Whether its images are in parquet files, where none can be read alone."""
+    return index.facts.get("layout") == "parquet"
+
+
 def row_groups(index: SampleIndex) -> NDArray[np.int64] | None:
     """The number of each sample's row group over all files; None if samples can be read one by one."""
-    if index.facts.get("layout") != LAYOUT or index.shard_of is None or index.offsets is None:
+    if not is_parquet(index) or index.shard_of is None or index.offsets is None:
         return None
     pairs = (np.asarray(index.shard_of, np.int64) << ROW_BITS) + (np.asarray(index.offsets) >> ROW_BITS)
     return np.unique(pairs, return_inverse=True)[1].astype(np.int64)
@@ -105,7 +109,7 @@ def list_parquet(place: str, files: Sequence[str], progress: Advance | None = No
         place,
         *numbered(labels, declared),
         names,
-        {"layout": LAYOUT, "notes": notes, **about},
+        {"layout": "parquet", "notes": notes, **about},
         shards=files,
         shard_of=shard_of,
         offsets=offsets,

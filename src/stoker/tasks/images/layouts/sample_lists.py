@@ -1,4 +1,4 @@
-"""Lists: a CSV or JSON Lines file with a row for each image. And what all files of labels share."""
+"""Lists, which are CSV or JSON Lines files with a row for each image; and what all files of labels share."""
 
 from __future__ import annotations
 

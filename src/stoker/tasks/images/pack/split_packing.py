@@ -33,7 +33,7 @@ from stoker.io import outage
 from stoker.loader.sampler import permute
 from stoker.profile.host import HostConfig, usable_cpus
 from stoker.tasks.images.data import open_split
-from stoker.tasks.images.layouts.parquet_files import LAYOUT, row_groups, sizes_of_images
+from stoker.tasks.images.layouts.parquet_files import is_parquet, row_groups, sizes_of_images
 from stoker.tasks.images.layouts.sample_index import SampleIndex, digest_of, part_of
 from stoker.tasks.images.layouts.sample_lists import list_splits
 from stoker.tasks.images.pack.make_shard import (
@@ -285,7 +285,7 @@ def source_sizes(index: SampleIndex) -> NDArray[np.int64]:
     """Bytes of each sample; 0 if it is not a file, which is reported when it is read."""
     if index.sizes is not None:
         return np.asarray(index.sizes, np.int64)
-    if index.facts.get("layout") == LAYOUT:
+    if is_parquet(index):
         return sizes_of_images(index)
 
     def size_of(sample: int) -> int:

@@ -26,7 +26,7 @@ def batch_of(
     *,
     patch: Shape = PATCH,
     image: str = "uint8",
-    label: str | None = "uint8",
+    label: str = "uint8",
     channels: int = 1,
     keys: Any = None,
 ) -> PatchBatch:
@@ -41,8 +41,7 @@ def batch_of(
         random = np.random.default_rng(int(key))
         image_part, label_part = layout.parts(row, region.shape)
         image_part[...] = random.integers(0, 200, image_part.shape)
-        if label_part is not None:
-            label_part[...] = random.integers(0, 3, label_part.shape)
+        label_part[...] = random.integers(0, 3, label_part.shape)
     return PatchBatch(
         images=torch.from_numpy(rows), layout=layout, patch=patch,
         shapes=np.array([region.shape for region in regions]),

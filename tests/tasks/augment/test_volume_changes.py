@@ -57,13 +57,11 @@ def test_a_key_has_the_same_result_in_any_batch_at_any_place() -> None:
     before = torch.random.get_rng_state()
     inputs, labels = ours.prepare(batch, same)
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert labels is not None
     assert 0 < batch.plain.sum() < 10
     assert (batch.elastic > 0).sum() > 2, "every kind is needed"
     for slots in ([7], [3, 0], [*range(15, -1, -1)]):
         again, labels_again = ours.prepare(part_of(batch, slots), same)
         assert torch.equal(again, inputs[slots])
-        assert labels_again is not None
         assert torch.equal(labels_again, labels[slots])
     batch.keys = batch.keys + np.uint64(1)
     others, _ = ours.prepare(batch, same)
@@ -81,7 +79,6 @@ def test_image_and_label_are_transformed_alike() -> None:
         image[0] = label
     means, stds = np.zeros((12, 1), np.float32), np.ones((12, 1), np.float32)
     inputs, labels = VolumeAugment("volume", means, stds).prepare(batch, same)
-    assert labels is not None
     # Where all voxels around a point agree, interpolation returns their value, and it is the nearest one's.
     sure = (inputs[:, 0] == 0) | (inputs[:, 0] == 1)
     assert float(sure.float().mean()) > 0.4
@@ -95,7 +92,6 @@ def test_a_deformed_patch_is_scipy_s_at_the_displaced_points() -> None:
     patch = (30, 34, 38)
     batch = batch_of([Transform(elastic=2.0), Transform(scale=1.1, elastic=2.0)], patch=patch)
     inputs, labels = augment(Chances()).prepare(batch, same)
-    assert labels is not None
     for slot in range(2):
         points, weights = draw_deformation(int(batch.keys[slot]), patch, 2.0)
         moved = np.einsum("kabc,za,yb,xc->kzyx", points.astype(np.float64), *weights)
@@ -226,8 +222,6 @@ def test_a_box_is_cut_out_of_the_image_but_not_of_the_labels() -> None:
     batch = batch_of(drawn(30, TransformRange()))
     full, labels = augment(Chances()).prepare(batch, same)
     cut, labels_too = augment(Chances(cutout=1.0)).prepare(batch, same)
-    assert labels is not None
-    assert labels_too is not None
     assert torch.equal(labels, labels_too)
     boxes = [one.cutout for one in draw_changes(batch.keys, Chances(cutout=1.0), 1, PATCH)]
     for before, after, box in zip(full[:, 0], cut[:, 0], boxes, strict=True):
@@ -262,7 +256,6 @@ def test_the_host_never_waits_for_the_device() -> None:
         for normalize in ("volume", "patch", "range"):
             ours = augment(OFTEN, normalize, channels=2)
             inputs, labels = ours.prepare(batch, copy_to(torch.device("cuda")))
-            assert labels is not None
             assert inputs.device.type == labels.device.type == "cuda"
     assert operators.blocking == []
     assert operators.copies == 3 * (6 + 1), "the rows, and everything else about the batch at once"

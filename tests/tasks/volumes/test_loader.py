@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,12 @@ def training(
     return plan_training(cases, survey(cases, volumes), volumes, rules, rule, steps, seed=7)
 
 
-def patch_of(batch: PatchBatch, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def patch_of(batch: PatchBatch, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The patch of a plain sample."""
     assert batch.plain[slot]
     image, label = batch.region(slot)
     order, flips = batch.orders[slot].tolist(), batch.flips[slot].tolist()
-    return turned(image, order, flips), None if label is None else turned(label, order, flips)
+    return turned(image, order, flips), turned(label, order, flips)
 
 
 def digest(batch: PatchBatch) -> str:
@@ -105,7 +106,6 @@ def test_patches_are_slices_of_the_array(name: str, kind: str, tmp_path: Path) -
             axes = [axis for axis in range(3) if batch.flips[slot][axis]]
             for found, source in zip(patch_of(batch, slot), (image, label), strict=True):
                 expected = np.flip(source[region.slices].transpose(batch.orders[slot]), axes)
-                assert found is not None
                 assert found.shape[-3:] == PATCH
                 assert found.numpy().dtype == source.dtype
                 assert np.array_equal(found.numpy()[0] if found.ndim == 4 else found.numpy(), expected)
@@ -114,7 +114,8 @@ def test_patches_are_slices_of_the_array(name: str, kind: str, tmp_path: Path) -
 def test_a_grid_puts_every_volume_together_again(cases: tuple[Case, ...]) -> None:
     surveyed = survey(cases, OpenVolumes())
     shapes = tuple(surveyed.shapes[case.id] for case in cases)
-    plan = plan_validation(cases, surveyed, LabelRules(2, 2), PatchRule(PATCH, overlap=0.25), 4)
+    plan = plan_validation(cases, surveyed, LabelRules(2, 2), PatchRule(PATCH))
+    plan = replace(plan, steps=replace(plan.steps, batch_size=4))
     made = [(np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)) for shape in shapes]
     for batch in PatchLoader(plan, READING, LoaderOptions(workers=2)).epoch(0):
         assert batch.valid.all()
@@ -138,7 +139,6 @@ def test_what_lies_outside_a_volume_is_never_trained_on(tmp_path: Path) -> None:
         for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(0):
             for slot in range(4):
                 image, label = patch_of(batch, slot)
-                assert label is not None
                 assert (image[0, 2:8] == 9).all()
                 assert (label[2:8] == 1).all()
                 assert rules.outside not in (0, 1)
@@ -186,16 +186,6 @@ def test_a_bad_volume_of_a_grid_is_marked_and_not_replaced(cases: tuple[Case, ..
         assert not batch.images[torch.from_numpy(~batch.valid)].any()
 
 
-def test_without_labels_a_batch_has_images_only(cases: tuple[Case, ...]) -> None:
-    blind = tuple(Case(case.id, case.group, case.images, None) for case in cases)
-    plan = plan_validation(blind, survey(blind, OpenVolumes()), None, PatchRule(PATCH), 2)
-    (first, *_) = PatchLoader(plan, READING, LoaderOptions()).epoch(0)
-    image, label = patch_of(first, 0)
-    assert image.shape == (1, *PATCH)
-    assert label is None
-    assert first.images.nbytes == 2 * 1680
-
-
 def test_a_run_divided_by_region_never_reads_the_validation_slab(cases: tuple[Case, ...], tmp_path: Path) -> None:
     # The value of a voxel is its z, which shows where it was read.
     depth = np.broadcast_to(np.arange(60, dtype=np.uint8)[:, None, None], (60, 30, 30))
@@ -237,7 +227,7 @@ def test_cases_that_cannot_be_trained_on_are_left_out_or_refused(cases: tuple[Ca
         assert caught.value.name == name
     odd = Case("odd", "x", cases[0].images * 2, cases[0].label)
     with pytest.raises(UserError, match="odd") as caught:
-        plan_patches((*cases, odd), GridPatches(PATCH, ()), Steps(1, 1), np.dtype("uint8"), None)
+        plan_patches((*cases, odd), GridPatches(PATCH, ()), Steps(1, 1), np.dtype("uint8"), LabelRules(2))
     assert caught.value.name == "channels-differ"
 
 

@@ -52,8 +52,8 @@ class VolumeEvalPrepare:
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.contiguous_format
 
-    def prepare(self, batch: PatchBatch, copy: Copy) -> tuple[Tensor, Tensor | None]:
-        """Inputs (samples, channels, z, y, x) and labels (samples, z, y, x) in int64, None for a batch without them.
+    def prepare(self, batch: PatchBatch, copy: Copy) -> tuple[Tensor, Tensor]:
+        """Inputs (samples, channels, z, y, x) and labels (samples, z, y, x) in int64.
 
         Outside of a volume the image is 0 *before* normalisation, as in the empty space of a scan, and the label is the
         one that never counts: both are in the rows already."""
@@ -65,15 +65,13 @@ class VolumeEvalPrepare:
         ]
         device, size = rows[0].device, (len(batch), batch.layout.channels, *batch.patch)
         inputs = torch.empty(size, device=device, dtype=self.dtype, memory_format=self.memory_format)
-        labels = None
-        if batch.layout.label is not None:
-            labels = torch.empty((len(batch), *batch.patch), device=device, dtype=torch.int64)
+        labels = torch.empty((len(batch), *batch.patch), device=device, dtype=torch.int64)
         for slot, (row, change) in enumerate(zip(rows, changes, strict=True)):
             target = inputs[slot]
             # In place where that is possible.
             in_place = target.dtype == torch.float32 and target.is_contiguous()
             voxels = target if in_place else torch.empty(size[1:], device=device, dtype=torch.float32)
-            _cut(batch, slot, row, there[slot], voxels, None if labels is None else labels[slot])
+            _cut(batch, slot, row, there[slot], voxels, labels[slot])
             case = int(batch.cases[slot])
             normalise(voxels, self.normalize, self.means[case].tolist(), self.stds[case].tolist())
             change_voxels(voxels, change, int(batch.keys[slot]), there[slot], unit_deviation=self.normalize != "range")
@@ -107,15 +105,14 @@ def normalise(voxels: Tensor, kind: Normalization, means: Sequence[float], stds:
 
 
 def _cut(
-    batch: PatchBatch, slot: int, row: Tensor, there: Mapping[str, Tensor], voxels: Tensor, labels: Tensor | None
+    batch: PatchBatch, slot: int, row: Tensor, there: Mapping[str, Tensor], voxels: Tensor, labels: Tensor
 ) -> None:
     """Fills the sample's voxels and labels from its region."""
     image, label = batch.layout.parts(row, batch.shapes[slot])
     if batch.plain[slot]:
         order, flips = batch.orders[slot].tolist(), batch.flips[slot].tolist()
         voxels.copy_(turned(image, order, flips))
-        if labels is not None:
-            labels.copy_(turned(label, order, flips))
+        labels.copy_(turned(label, order, flips))
         return
     moved, size = None, float(batch.elastic[slot])
     if size > 0:
@@ -196,7 +193,7 @@ class Points(NamedTuple):
     """(3, z, y, x): along the region's axes, in voxels."""
 
 
-def resample(image: Tensor, label: Tensor | None, points: Points, inputs: Tensor, labels: Tensor | None) -> None:
+def resample(image: Tensor, label: Tensor, points: Points, inputs: Tensor, labels: Tensor) -> None:
     """Fills `inputs` (channels, z, y, x) by linear interpolation in the image and `labels` (z, y, x) with the nearest
     label's value.
 
@@ -210,9 +207,7 @@ def resample(image: Tensor, label: Tensor | None, points: Points, inputs: Tensor
         last = min(first + layers, depth)
         taken = slice(first * height * width, last * height * width)
         found = _coordinates(points, first, last, image.device)
-        if label is not None and labels is not None:
-            nearest = _nearest(found, label.shape)
-            labels.flatten()[taken].copy_(label.flatten().index_select(0, nearest))
+        labels.flatten()[taken].copy_(label.flatten().index_select(0, _nearest(found, label.shape)))
         corners = _corners(found, image.shape[1:])
         for channel, out in zip(source, wanted, strict=True):
             _interpolate(channel, corners, out[taken])

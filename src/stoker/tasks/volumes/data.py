@@ -134,7 +134,7 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     if parts.val and config.limit_val_batches != 0:
         _refuse_unlabelled(parts.val, "validate", "there is nothing to compare a prediction with")
         _check_labels(parts.val, volumes, rules, say, progress)
-        val = plan_validation(parts.val, surveyed, rules, patch_rule(config), 1)
+        val = plan_validation(parts.val, surveyed, rules, patch_rule(config))
     samples = updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * config.num_nodes * devices
     data = VolumeData(train, val, rules, reading, config.normalize, samples)
     for plan in (train, val):
@@ -187,8 +187,6 @@ class PatchRule:
     foreground: float = 1 / 3
     """Share of training patches that are drawn for a voxel of a class other than 0."""
     transforms: TransformRange = UNCHANGED
-    overlap: float = 0.0
-    """Share of a validation patch that overlaps the next one."""
 
 
 def plan_training(
@@ -221,24 +219,15 @@ def plan_training(
     return plan_patches(chosen, patches, steps, surveyed.image_dtype(chosen), rules)
 
 
-def plan_validation(
-    cases: Sequence[Case],
-    surveyed: Survey,
-    rules: LabelRules | None,
-    rule: PatchRule,
-    batch_size: int,
-    *,
-    world: int = 1,
-    rank: int = 0,
-) -> PatchPlan:
-    """A grid of patches over these cases; without rules, for prediction, no labels are read."""
-    patches = GridPatches(rule.patch, _shapes(cases, surveyed, rule), rule.overlap)
-    steps = Steps(len(patches), batch_size, world, rank, drop_last=False)
+def plan_validation(cases: Sequence[Case], surveyed: Survey, rules: LabelRules, rule: PatchRule) -> PatchPlan:
+    """A grid of patches over these cases, one in a step."""
+    patches = GridPatches(rule.patch, _shapes(cases, surveyed, rule))
+    steps = Steps(len(patches), 1, drop_last=False)
     return plan_patches(cases, patches, steps, surveyed.image_dtype(cases), rules)
 
 
 def plan_patches(
-    cases: Sequence[Case], patches: Patches, steps: Steps, image_dtype: np.dtype[Any], rules: LabelRules | None
+    cases: Sequence[Case], patches: Patches, steps: Steps, image_dtype: np.dtype[Any], rules: LabelRules
 ) -> PatchPlan:
     """The plan of a split whose images have the same channels and type of voxels."""
     by_channels = {len(case.images): case.id for case in cases}
@@ -250,8 +239,7 @@ def plan_patches(
             why="a network has a fixed number of input channels",
             hint="list the same channels for every case",
         )
-    label = None if rules is None else rules.dtype.name
-    layout = RowLayout(next(iter(by_channels)), image_dtype.name, label, patches.most_voxels)
+    layout = RowLayout(next(iter(by_channels)), image_dtype.name, rules.dtype.name, patches.most_voxels)
     return PatchPlan(tuple(cases), patches, steps, layout, rules)
 
 

@@ -114,14 +114,12 @@ def prepare_batch(augment: VolumeEvalPrepare, copy: Copy, batch: PatchBatch, *_o
     """A training batch on the device, augmented; everything random follows from its samples' keys, and nothing from the
     epoch, the step, or the batch's number within it."""
     inputs, labels = augment.prepare(batch, copy)
-    assert labels is not None, "a training plan has labels"
     return Prepared(inputs, labels, labels, mixed=False)
 
 
 def prepare_val_batch(prepare: VolumeEvalPrepare, outside: int, copy: Copy, batch: PatchBatch) -> Prepared:
     """A validation batch on the device; nothing of a patch that could not be read counts."""
     inputs, labels = prepare.prepare(batch, copy)
-    assert labels is not None, "a validation plan has labels"
     for slot in np.flatnonzero(~batch.valid).tolist():
         labels[slot] = outside
     return Prepared(inputs, labels, labels, mixed=False)

@@ -163,7 +163,6 @@ def _look_at(
     if not batch.valid[0]:
         return
     inputs, labels = prepare.prepare(batch, Uploader(None).copy)
-    assert labels is not None, "both plans have labels"
     label, known = labels[0].numpy(), labels[0].numpy() != data.rules.outside
     foreground = known & (label != 0)
     # Without foreground, where most of it is labelled.

@@ -48,7 +48,6 @@ class CaseFacts:
     shape: Shape
     dtype: str
     """The type of the image's voxels, by numpy's name."""
-    label_dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -98,15 +97,13 @@ def survey(
             return None
         check_pair(case.id, images, label)
         dtype = np.result_type(*(image.dtype for image in images))
-        return [list(images[0].shape), dtype.name, None if label is None else label.dtype.name]
+        return [list(images[0].shape), dtype.name]
 
     found = remember_all(
         SURVEY_FILE, keys, lambda missing: _in_threads(look, missing, progress), lambda facts: isinstance(facts, list)
     )
     facts = {
-        case.id: CaseFacts(as_shape(one[0]), *one[1:])
-        for case, one in zip(cases, found, strict=True)
-        if one is not None
+        case.id: CaseFacts(as_shape(one[0]), one[1]) for case, one in zip(cases, found, strict=True) if one is not None
     }
     bad = [BadCase(case.id, reasons[case.id]) for case in cases if case.id in reasons]
     if len(bad) > max(1, max_bad_fraction * len(cases)) or not facts:

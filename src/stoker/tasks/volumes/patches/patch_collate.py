@@ -49,8 +49,8 @@ class RowLayout:
     channels: int
     image: str
     """Type of the image's voxels; numpy's name."""
-    label: str | None
-    """Type of the label's voxels; None for prediction, where there are no labels."""
+    label: str
+    """Type of the label's voxels."""
     most_voxels: int
 
     @property
@@ -74,7 +74,7 @@ class RowLayout:
 
     @property
     def label_itemsize(self) -> int:
-        return 0 if self.label is None else np.dtype(self.label).itemsize
+        return np.dtype(self.label).itemsize
 
     @property
     def voxel_bytes(self) -> int:
@@ -86,8 +86,6 @@ class RowLayout:
         z, y, x = (int(size) for size in shape)
         voxels = z * y * x
         image = _as(row[: self.channels * voxels * self.image_itemsize], self.image).reshape(self.channels, z, y, x)
-        if self.label is None:
-            return image, None
         begin = self._label_at(voxels)
         label = _as(row[begin : begin + voxels * self.label_itemsize], self.label)
         return image, label.reshape(z, y, x)
@@ -134,7 +132,7 @@ class PatchBatch(LoadedBatch):
         return self.cases
 
     def region(self, slot: int) -> tuple[Any, Any]:
-        """The data read for a sample: image (channels, z, y, x) and label (z, y, x), None without labels; no copy."""
+        """The data read for a sample: image (channels, z, y, x) and label (z, y, x); no copy."""
         return self.layout.parts(self.images[slot], self.shapes[slot])
 
 
@@ -146,8 +144,7 @@ class PatchPlan:
     patches: Patches
     steps: Steps
     layout: RowLayout
-    rules: LabelRules | None
-    """None for prediction."""
+    rules: LabelRules
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -189,22 +186,21 @@ class PatchReader:
 
     def expect(self, case: Case, placement: Placement, layout: RowLayout) -> None:
         """Announces that a patch will be read."""
-        region, sizes = placement.region, [(ref, layout.image_itemsize) for ref in case.images]
-        if layout.label is not None and case.label is not None:
-            sizes.append((case.label, layout.label_itemsize))
-        keys = [_RegionKey(ref, case.box, region, region.voxels * size) for ref, size in sizes]
+        region = placement.region
+        sizes = [layout.image_itemsize] * len(case.images) + [layout.label_itemsize]
+        keys = [
+            _RegionKey(ref, case.box, region, region.voxels * size) for ref, size in zip(case.refs, sizes, strict=True)
+        ]
         self._ahead.expect([key for key in keys if self._is_remote(key.ref)])
         self.mean_bytes += (sum(key.bytes for key in keys) - self.mean_bytes) / 32
 
-    def read(self, case: Case, placement: Placement, rules: LabelRules | None, image: Voxels, label: Any) -> None:
+    def read(self, case: Case, placement: Placement, rules: LabelRules, image: Voxels, label: Voxels) -> None:
         """Fills the parts of a row; raises ReadFailure if the case cannot be read, or has NaN voxels."""
         for channel, ref in zip(image, case.images, strict=True):
             volume, read = self._reading(_RegionKey(ref, case.box, placement.region, channel.nbytes))
             read_padded(volume, placement.region, channel, 0, read)
             if ref.packed is None:  # a pack has no other voxels
                 check_finite(channel, volume.name)
-        if rules is None or label is None:
-            return
         assert case.label is not None, "a case without a label cannot be trained on"
         volume, read = self._reading(_RegionKey(case.label, case.box, placement.region, label.nbytes))
         rules.check_kind(case.id, volume)

@@ -278,12 +278,10 @@ class RandomPatches:
 
 @dataclass(frozen=True)
 class GridPatches:
-    """Patches that cover every voxel of every case, in order; neighbours overlap."""
+    """Patches that cover every voxel of every case, in order; neighbours overlap where a grid does not fit evenly."""
 
     patch: Shape
     shapes: tuple[Shape, ...]
-    overlap: float = 0.0
-    """Share of a patch that overlaps the next one, at least."""
     used: int | None = None
     """How many of the patches there are positions for, evenly spread over all of them; None for all."""
 
@@ -325,7 +323,7 @@ class GridPatches:
         return found
 
     def _axes(self, shape: Shape) -> list[list[int]]:
-        return [grid_starts(size, length, self.overlap) for size, length in zip(shape, self.patch, strict=True)]
+        return [grid_starts(size, length, overlap=0) for size, length in zip(shape, self.patch, strict=True)]
 
 
 Patches: TypeAlias = RandomPatches | GridPatches

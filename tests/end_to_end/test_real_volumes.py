@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from stoker.loader.loader import LoaderOptions
-from stoker.tasks.volumes.augment import VolumeEvalPrepare
+from stoker.tasks.volumes.augment import VolumePrepare
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import survey
 from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
@@ -66,7 +66,7 @@ def test_patches_of_a_real_scan_are_slices_of_its_voxels(templates: Path, tmp_pa
     plan = plan_training(cases, survey(cases, volumes), volumes, rules, PatchRule(patch), steps, seed=3)
     image, label = voxels_of(templates / "ch2.nii.gz"), voxels_of(templates / "aal.nii.gz")
     assert image.shape == label.shape == (181, 217, 181)
-    prepare = VolumeEvalPrepare("range", np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32))
+    prepare = VolumePrepare("range", np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32))
     loader = PatchLoader(plan, ReadingOptions(), LoaderOptions(workers=2))
     seen: set[int] = set()
     try:

@@ -33,7 +33,7 @@ def test_the_case_study_s_network_takes_what_was_traced_for_it(precision: str, r
         "model=residual_unet", "patch_size=[64, 128, 128]", f"precision={precision}", "batch_size=1",
         "optimizer=adamw", "volume_loss=ce",
     )  # fmt: skip
-    trace = trace_step(traceable_step(study, 1, 2))
+    trace = trace_step(traceable_step(study))
     assert replay(trace.events, trace.sizes).reserved_peak / GIB == pytest.approx(reserved_gib, rel=0.03)
 
 
@@ -105,7 +105,7 @@ def test_a_step_that_does_not_fit_is_refused_with_one_that_does() -> None:
 
 
 def test_a_forward_pass_keeps_nothing_for_gradients() -> None:
-    step = traceable_step(config("deep_supervision=true"), 1, 2)
+    step = traceable_step(config("deep_supervision=true"))
     forward, training = trace_forward(step, 2), trace_step(step, 2)
     peaks = [replay(trace.events, trace.sizes).allocated_peak for trace in (forward, training)]
     assert peaks[0] < 0.5 * peaks[1]

@@ -16,7 +16,7 @@ from stoker.config import load_config
 from stoker.tasks.device_copies import copy_to
 from stoker.tasks.volumes import intensity
 from stoker.tasks.volumes.augment import (
-    VolumeAugment,
+    VolumePrepare,
     build_volume_augment,
     build_volume_eval,
     draw_deformation,
@@ -33,9 +33,9 @@ ANYHOW = TransformRange(
 )
 
 
-def augment(chances: Chances, normalize: Any = "volume", cases: int = 64, channels: int = 1) -> VolumeAugment:
+def augment(chances: Chances, normalize: Any = "volume", cases: int = 64, channels: int = 1) -> VolumePrepare:
     means, stds = np.full((cases, channels), 100, np.float32), np.full((cases, channels), 60, np.float32)
-    return VolumeAugment(normalize, means, stds, chances=chances)
+    return VolumePrepare(normalize, means, stds, chances=chances)
 
 
 def changed(voxels: Tensor, changes: Changes, key: int = 1, **keys: Any) -> Tensor:
@@ -78,7 +78,7 @@ def test_image_and_label_are_transformed_alike() -> None:
         label[...] = torch.from_numpy(((z // 6 + y // 7 + x // 5) % 2).astype(np.uint8))
         image[0] = label
     means, stds = np.zeros((12, 1), np.float32), np.ones((12, 1), np.float32)
-    inputs, labels = VolumeAugment("volume", means, stds).prepare(batch, same)
+    inputs, labels = VolumePrepare("volume", means, stds).prepare(batch, same)
     # Where all voxels around a point agree, interpolation returns their value, and it is the nearest one's.
     sure = (inputs[:, 0] == 0) | (inputs[:, 0] == 1)
     assert float(sure.float().mean()) > 0.4

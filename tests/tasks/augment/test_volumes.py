@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.ndimage import map_coordinates
 
-from stoker.tasks.volumes.augment import VolumeEvalPrepare
+from stoker.tasks.volumes.augment import VolumePrepare
 from stoker.tasks.volumes.patches.patches import Transform, TransformRange
 from tests.tasks.augment.patches import PATCH, batch_of, drawn, same
 
@@ -17,9 +17,9 @@ TURNED = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.7)
 ROTATED = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.5, scaling=0.5)
 
 
-def raw(cases: int = 64, channels: int = 1, **keys: Any) -> VolumeEvalPrepare:
+def raw(cases: int = 64, channels: int = 1, **keys: Any) -> VolumePrepare:
     """Without normalisation."""
-    return VolumeEvalPrepare("range", np.zeros((cases, channels)), np.ones((cases, channels)), **keys)
+    return VolumePrepare("range", np.zeros((cases, channels)), np.ones((cases, channels)), **keys)
 
 
 @pytest.mark.parametrize("image", ["uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32"])
@@ -61,14 +61,14 @@ def test_voxels_are_normalised_by_their_volume_by_their_patch_or_by_the_range_of
     batch = batch_of(drawn(3, ROTATED), channels=2)
     plain, _ = raw(channels=2).prepare(batch, same)
     means, stds = np.array([[1, 2], [3, 4], [5, 6]], np.float32), np.array([[2, 4], [8, 16], [32, 64]], np.float32)
-    by_volume, _ = VolumeEvalPrepare("volume", means, stds).prepare(batch, same)
+    by_volume, _ = VolumePrepare("volume", means, stds).prepare(batch, same)
     expected = (plain - torch.from_numpy(means).view(3, 2, 1, 1, 1)) / torch.from_numpy(stds).view(3, 2, 1, 1, 1)
     assert torch.allclose(by_volume, expected, atol=1e-5)
-    by_patch, _ = VolumeEvalPrepare("patch", means, stds).prepare(batch, same)
+    by_patch, _ = VolumePrepare("patch", means, stds).prepare(batch, same)
     assert torch.allclose(by_patch.mean((2, 3, 4)), torch.zeros(3, 2), atol=1e-5)
     assert torch.allclose(by_patch.std((2, 3, 4), correction=0), torch.ones(3, 2), atol=1e-5)
     batch.images.zero_()
-    flat, _ = VolumeEvalPrepare("patch", means, stds).prepare(batch, same)
+    flat, _ = VolumePrepare("patch", means, stds).prepare(batch, same)
     assert torch.equal(flat, torch.zeros_like(flat))
 
 

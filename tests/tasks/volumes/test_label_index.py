@@ -170,5 +170,5 @@ def test_bad_labels_are_refused_with_the_id_and_bad_files_set_aside(tmp_path: Pa
     (Path(ref.location) / "c/0/0/0").unlink()
     cases = [saved(tmp_path, "a", good), Case("z", "z", (ref,), ref)]
     index = build_label_index(cases, OpenVolumes(), RULES)
-    assert [(one.id, "missing chunk" in one.reason) for one in index.bad] == [("z", True)]
+    assert [(name, "missing chunk" in reason) for name, reason in index.bad.items()] == [("z", True)]
     assert index.counts[1].sum() == 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.core.errors import UserError
-from stoker.tasks.volumes.augment import VolumeEvalPrepare
+from stoker.tasks.volumes.augment import VolumePrepare
 from stoker.tasks.volumes.cases.cases import Case
 from stoker.tasks.volumes.cases.survey import CaseFacts, Survey, statistics_of
 from stoker.tasks.volumes.data import PatchRule, plan_validation
@@ -179,7 +179,7 @@ def test_the_network_sees_what_it_sees_in_validation(normalize: str, shape: Shap
         segmenter(Recording(), normalize=normalize, patch=(12, 12, 12)), [image], sliding=SlidingWindow(overlap=0)
     )
     case = Case("a", "a", (VolumeRef("a"),), VolumeRef("label"))
-    survey = Survey((case,), {"a": CaseFacts(shape, "uint16")}, ())
+    survey = Survey((case,), {"a": CaseFacts(shape, "uint16")}, {})
     plan = plan_validation([case], survey, LabelRules(1), PatchRule((12, 12, 12), small="pad"))
     plan = replace(plan, steps=replace(plan.steps, batch_size=8))
     volumes = OpenVolumes()
@@ -187,7 +187,7 @@ def test_the_network_sees_what_it_sees_in_validation(normalize: str, shape: Shap
     volumes._open.get(VolumeRef("label"), lambda: ArrayVolume("label", np.zeros(shape, np.uint8)))
     maker = PatchMaker(plan, PatchReader(volumes, plan.layout.row_bytes))
     means, stds = statistics_of([case], volumes, normalize)
-    prepare = VolumeEvalPrepare(normalize, means, stds)
+    prepare = VolumePrepare(normalize, means, stds)
     batch = maker.make(0, 0, 0, lambda size: np.zeros(size, np.uint8))
     batch.images = torch.from_numpy(batch.images)
     inputs, _ = prepare.prepare(batch, lambda row: row)

@@ -42,8 +42,9 @@ SMALLEST_DEVIATION = 1e-6
 
 
 @dataclass(frozen=True)
-class VolumeEvalPrepare:
-    """Turns a batch of patches, as they were read, into a network's inputs, without anything random."""
+class VolumePrepare:
+    """Turns a batch of patches, as they were read, into a network's inputs. All that is random about a sample follows
+    from its key."""
 
     normalize: Normalization
     means: Statistics
@@ -51,13 +52,15 @@ class VolumeEvalPrepare:
     """(cases, channels): what is subtracted from a case's voxels, and what divides them."""
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.contiguous_format
+    chances: Chances = NO_CHANGES
+    """How often voxels are changed; never in validation."""
 
     def prepare(self, batch: PatchBatch, copy: Copy) -> tuple[Tensor, Tensor]:
         """Inputs (samples, channels, z, y, x) and labels (samples, z, y, x) in int64.
 
         Outside of a volume the image is 0 *before* normalisation, as in the empty space of a scan, and the label is the
         one that never counts: both are in the rows already."""
-        changes = self._choose(batch)
+        changes = draw_changes(batch.keys, self.chances, batch.layout.channels, batch.patch)
         there = _arrays_on_device(batch, changes, copy)
         # Only what is filled of each row: a sixth of it for most samples.
         rows = [
@@ -78,19 +81,6 @@ class VolumeEvalPrepare:
             if not in_place:
                 target.copy_(voxels)
         return inputs, labels
-
-    def _choose(self, batch: PatchBatch) -> list[Changes]:
-        return [Changes()] * len(batch)
-
-
-@dataclass(frozen=True)
-class VolumeAugment(VolumeEvalPrepare):
-    """The same for training: voxels are changed at random, as each sample's key says."""
-
-    chances: Chances = NO_CHANGES
-
-    def _choose(self, batch: PatchBatch) -> list[Changes]:
-        return draw_changes(batch.keys, self.chances, batch.layout.channels, batch.patch)
 
 
 def normalise(voxels: Tensor, kind: Normalization, means: Sequence[float], stds: Sequence[float]) -> None:
@@ -140,20 +130,20 @@ def _arrays_on_device(batch: PatchBatch, changes: Sequence[Changes], copy: Copy)
 
 def build_volume_augment(
     config: Config, means: Statistics, stds: Statistics, dtype: torch.dtype = torch.float32
-) -> VolumeAugment:
+) -> VolumePrepare:
     """The augmentation that the config asks for; `dtype` is what the network's inputs have."""
     chances = Chances(
         config.volume_noise, config.volume_blur, config.volume_brightness, config.volume_contrast,
         config.volume_low_resolution, config.volume_gamma, config.volume_cutout,
     )  # fmt: skip
-    return VolumeAugment(config.normalize, means, stds, dtype, memory_format_of(config), chances)
+    return VolumePrepare(config.normalize, means, stds, dtype, memory_format_of(config), chances)
 
 
 def build_volume_eval(
     config: Config, means: Statistics, stds: Statistics, dtype: torch.dtype = torch.float32
-) -> VolumeEvalPrepare:
-    """The same without anything random, for validation and prediction."""
-    return VolumeEvalPrepare(config.normalize, means, stds, dtype, memory_format_of(config))
+) -> VolumePrepare:
+    """The same without anything random, for validation."""
+    return VolumePrepare(config.normalize, means, stds, dtype, memory_format_of(config))
 
 
 def transform_range(config: Config) -> TransformRange:
@@ -208,9 +198,7 @@ def resample(image: Tensor, label: Tensor, points: Points, inputs: Tensor, label
         taken = slice(first * height * width, last * height * width)
         found = _coordinates(points, first, last, image.device)
         labels.flatten()[taken].copy_(label.flatten().index_select(0, _nearest(found, label.shape)))
-        corners = _corners(found, image.shape[1:])
-        for channel, out in zip(source, wanted, strict=True):
-            _interpolate(channel, corners, out[taken])
+        _interpolate(source, found, image.shape[1:], wanted[:, taken])
 
 
 def _coordinates(points: Points, first: int, last: int, device: torch.device) -> list[Tensor]:
@@ -238,39 +226,27 @@ def _nearest(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return index
 
 
-class Corners(NamedTuple):
-    """The eight voxels around each point."""
-
-    lowest: Tensor
-    """The number of the one with the smallest coordinates."""
-    fractions: tuple[Tensor, ...]
-    """How far the point is from that one along each axis, in voxels."""
-    steps: tuple[int, ...]
-    """From a voxel to the next one along each axis; 0 where there is only one."""
-
-
-def _corners(coordinates: Sequence[Tensor], shape: Sequence[int]) -> Corners:
+def _interpolate(image: Tensor, coordinates: Sequence[Tensor], shape: Sequence[int], wanted: Tensor) -> None:
+    """Fills `wanted` (channels, points) from the eight voxels around each point."""
+    # The number of the one with the smallest coordinates, and how far the point is from it along each axis.
     lowest, fractions = torch.zeros_like(coordinates[0], dtype=torch.int32), []
     for place, size in zip(coordinates, shape, strict=True):
         low = place.floor().clamp_(0, max(0, size - 2))
         fractions.append((place - low).clamp_(0, 1))
         lowest.mul_(size).add_(low.to(torch.int32))
+    z, y, x = fractions
     _, height, width = shape
-    steps = (height * width, width, 1)
-    return Corners(lowest, tuple(fractions), tuple(a if n > 1 else 0 for a, n in zip(steps, shape, strict=True)))
+    # From a voxel to the next one along each axis; 0 where there is only one.
+    up, down, right = (step if size > 1 else 0 for step, size in zip((height * width, width, 1), shape, strict=True))
 
-
-def _interpolate(voxels: Tensor, corners: Corners, out: Tensor) -> None:
-    z, y, x = corners.fractions
-    up, down, right = corners.steps
-
-    def row(start: int) -> Tensor:
-        left, next_one = (voxels[at:].index_select(0, corners.lowest) for at in (start, start + right))
+    def row(voxels: Tensor, start: int) -> Tensor:
+        left, next_one = (voxels[at:].index_select(0, lowest) for at in (start, start + right))
         return left.lerp_(next_one, x)
 
-    near = row(0).lerp_(row(down), y)
-    far = row(up).lerp_(row(up + down), y)
-    torch.lerp(near, far, z, out=out)
+    for voxels, out in zip(image, wanted, strict=True):
+        near = row(voxels, 0).lerp_(row(voxels, down), y)
+        far = row(voxels, up).lerp_(row(voxels, up + down), y)
+        torch.lerp(near, far, z, out=out)
 
 
 def _spread(length: int, spacing: float) -> Floats:

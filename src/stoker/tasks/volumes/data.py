@@ -207,10 +207,9 @@ def plan_training(
     _refuse_unlabelled(cases, "train", "there is nothing to learn from an image alone")
     labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
     used = check_labelled(labels, [case.id for case in cases])
-    unread = {one.id for one in labels.bad}
-    for one in labels.bad:
-        say(f"warning: {one.id} is left out, its labels cannot be read: {one.reason}")
-    left_out = [case.id for number, case in enumerate(cases) if number not in set(used) and case.id not in unread]
+    for name, reason in labels.bad.items():
+        say(f"warning: {name} is left out, its labels cannot be read: {reason}")
+    left_out = [case.id for number, case in enumerate(cases) if number not in set(used) and case.id not in labels.bad]
     if left_out:
         say(f"{count(len(left_out), 'volume')} without a labelled voxel left out: {some(left_out)}")
     chosen = tuple(cases[number] for number in used)
@@ -281,11 +280,10 @@ def _check_labels(
     """Reads the labels of validation cases once, like those of training: wrong ones are refused now, not after an
     epoch."""
     labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
-    unread = {one.id: one.reason for one in labels.bad}
-    for name, reason in unread.items():
+    for name, reason in labels.bad.items():
         say(f"warning: the labels of {name}, a validation volume, cannot be read: {reason}")
     empty = [case.id for case, found in zip(cases, labels.counts.sum(axis=1), strict=True) if not found]
-    if empty := [name for name in empty if name not in unread]:
+    if empty := [name for name in empty if name not in labels.bad]:
         say(f"{count(len(empty), 'validation volume')} without a labelled voxel, not scored: {some(empty)}")
 
 
@@ -321,8 +319,8 @@ def survey_cases(
 ) -> Survey:
     """The description of every case; those that cannot be read are named and left out."""
     surveyed = survey(listed.cases, volumes, max_bad_fraction=config.max_bad_fraction, progress=progress)
-    for bad in surveyed.bad:
-        say(f"warning: {bad.id} is left out, it cannot be read: {bad.reason}")
+    for name, reason in surveyed.bad.items():
+        say(f"warning: {name} is left out, it cannot be read: {reason}")
     return surveyed
 
 

@@ -108,13 +108,14 @@ def _sizes(config: Config, channels: int, dtype: np.dtype[Any], rules: LabelRule
     }  # fmt: skip
 
 
-def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep:
-    """The step that `segment.build_run` would train with, for a plan to trace; does not open the data.
+def traceable_step(config: Config, facts: VolumeFacts | None = None) -> TraceableStep:
+    """The step that `segment.build_run` would train with, for a plan to trace; does not open the data. Without facts,
+    for assumed ones: another channel hardly changes what a network keeps.
 
     The augmentation is left out: it works on bytes, and is done before the model's activations begin.
     """
-    patch = patch_of(config)
-
+    facts = facts or _assumed(config, "not opened")
+    patch, channels, classes = patch_of(config), facts.channels, facts.rules.classes
     checkpointing = config.model_copy(update={"gradient_checkpointing": True})
     # Which label is ignored does not change what is computed.
     loss = build_volume_loss(config.volume_loss, classes, ignore=classes)
@@ -124,15 +125,8 @@ def traceable_step(config: Config, channels: int, classes: int) -> TraceableStep
         # While a step is traced, the default device is meta: nothing is allocated.
         config, partial(build_volume_model, config, channels, classes), loss,
         plain_batch((channels, *patch), target=patch, dtype=dtype, memory_format=memory_format_of(config)),
-        checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, channels, classes),
+        checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, facts),
     )  # fmt: skip
-
-
-def step_for(config: Config, facts: VolumeFacts | None = None) -> TraceableStep:
-    """The same for volumes as these; without facts, for assumed ones: another channel hardly changes what a network
-    keeps."""
-    facts = facts or volume_facts(config.model_copy(update={"data_root": None}))
-    return traceable_step(config, facts.channels, facts.rules.classes)
 
 
 def patch_of(config: Config) -> Shape:

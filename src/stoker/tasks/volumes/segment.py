@@ -30,7 +30,7 @@ from stoker.tasks.building import (
     train_step,
 )
 from stoker.tasks.device_copies import Copy
-from stoker.tasks.volumes.augment import VolumeEvalPrepare, build_volume_augment, build_volume_eval
+from stoker.tasks.volumes.augment import VolumePrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import PatchLoader, VolumeData, open_loader, training_plan, validation_plan
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.tasks.volumes.networks import build_volume_model
@@ -110,14 +110,14 @@ def describe_run(config: Config, run: Run, data: VolumeData) -> str:
     return "\n".join(lines)
 
 
-def prepare_batch(augment: VolumeEvalPrepare, copy: Copy, batch: PatchBatch, *_of_no_interest: int) -> Prepared:
+def prepare_batch(augment: VolumePrepare, copy: Copy, batch: PatchBatch, *_of_no_interest: int) -> Prepared:
     """A training batch on the device, augmented; everything random follows from its samples' keys, and nothing from the
     epoch, the step, or the batch's number within it."""
     inputs, labels = augment.prepare(batch, copy)
     return Prepared(inputs, labels, labels, mixed=False)
 
 
-def prepare_val_batch(prepare: VolumeEvalPrepare, outside: int, copy: Copy, batch: PatchBatch) -> Prepared:
+def prepare_val_batch(prepare: VolumePrepare, outside: int, copy: Copy, batch: PatchBatch) -> Prepared:
     """A validation batch on the device; nothing of a patch that could not be read counts."""
     inputs, labels = prepare.prepare(batch, copy)
     for slot in np.flatnonzero(~batch.valid).tolist():

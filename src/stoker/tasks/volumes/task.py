@@ -77,7 +77,7 @@ class Segment3d(Task):
     preview = at(f"{_HERE}.volume_preview:preview")
 
     plan_facts = at(f"{_HERE}.planning:volume_facts")
-    traceable_step = at(f"{_HERE}.planning:step_for")
+    traceable_step = at(f"{_HERE}.planning:traceable_step")
     updates_per_epoch = at(f"{_HERE}.data:updates_per_epoch")
     plan_part = at(f"{_HERE}.planning:volume_part")
 

@@ -35,12 +35,7 @@ from stoker.tasks.contact_sheet import (
     range_of,
     range_text,
 )
-from stoker.tasks.volumes.augment import (
-    VolumeAugment,
-    VolumeEvalPrepare,
-    build_volume_augment,
-    build_volume_eval,
-)
+from stoker.tasks.volumes.augment import VolumePrepare, build_volume_augment, build_volume_eval
 from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan
 from stoker.tasks.volumes.intensity import draw_changes
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
@@ -150,7 +145,7 @@ def _look_at(
     plan: PatchPlan,
     position: int,
     epoch: int,
-    prepare: VolumeEvalPrepare,
+    prepare: VolumePrepare,
     step: int | None,
 ) -> Iterator[PatchSeen]:
     # In this thread: for a few patches, starting workers would take longer.
@@ -199,11 +194,9 @@ def placed(batch: PatchBatch, slot: int) -> tuple[str, ...]:
     return tuple(words)
 
 
-def changed(batch: PatchBatch, prepare: VolumeEvalPrepare) -> tuple[str, ...]:
+def changed(batch: PatchBatch, prepare: VolumePrepare) -> tuple[str, ...]:
     """What happened to the voxels of the first patch, in words; the numbers are those of the first channel, which is
     the one that is shown."""
-    if not isinstance(prepare, VolumeAugment):
-        return ()
     changes = draw_changes(batch.keys, prepare.chances, batch.layout.channels, batch.patch)[0]
     words = []
     if changes.noise is not None:

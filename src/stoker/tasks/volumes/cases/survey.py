@@ -51,21 +51,12 @@ class CaseFacts:
 
 
 @dataclass(frozen=True)
-class BadCase:
-    """A case that cannot be read, and why."""
-
-    id: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Survey:
-    """The cases that can be read, with their facts, and those that cannot."""
+    """The cases that can be read, with their facts, and why the others cannot; facts and reasons by id."""
 
     cases: tuple[Case, ...]
     facts: dict[str, CaseFacts]
-    """By id."""
-    bad: tuple[BadCase, ...]
+    bad: dict[str, str]
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -105,16 +96,16 @@ def survey(
     facts = {
         case.id: CaseFacts(as_shape(one[0]), one[1]) for case, one in zip(cases, found, strict=True) if one is not None
     }
-    bad = [BadCase(case.id, reasons[case.id]) for case in cases if case.id in reasons]
+    bad = {case.id: reasons[case.id] for case in cases if case.id in reasons}
     if len(bad) > max(1, max_bad_fraction * len(cases)) or not facts:
         raise UserError(
             "too-many-bad-volumes",
             f"{len(bad)} of {count(len(cases), 'volume')} cannot be read\n"
-            + "\n".join(f"{one.id}: {one.reason}" for one in bad[:20]),
+            + "\n".join(f"{name}: {reason}" for name, reason in list(bad.items())[:20]),
             why=f"max_bad_fraction allows {max_bad_fraction:g}; the run would train on other data than you expect",
             hint="repair these files or copy them again, or raise max_bad_fraction",
         )
-    return Survey(tuple(case for case in cases if case.id in facts), facts, tuple(bad))
+    return Survey(tuple(case for case in cases if case.id in facts), facts, bad)
 
 
 def case_identity(case: Case, volumes: OpenVolumes) -> list[str]:

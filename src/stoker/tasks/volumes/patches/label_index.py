@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from stoker.io.stores import ReadFailure, is_url
 from stoker.loader.rng import mix, mix_numbers
 from stoker.loader.sampler import permute
 from stoker.tasks.volumes.cases.cases import Case
-from stoker.tasks.volumes.cases.survey import BadCase, case_identity
+from stoker.tasks.volumes.cases.survey import case_identity
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import LruCache, Region, Shape, Volume, Voxels
 from stoker.tasks.volumes.patches.labels import LabelRules
@@ -70,12 +70,13 @@ class LabelIndex:
     """The label maps of all cases; loaded when they are needed, in every process that needs them."""
 
     def __init__(
-        self, files: Sequence[Path | LabelMap], counts: NDArray[np.int64], bad: Sequence[BadCase] = ()
+        self, files: Sequence[Path | LabelMap], counts: NDArray[np.int64], bad: Mapping[str, str] | None = None
     ) -> None:
         self._files = tuple(files)
         self.counts = counts
         """Voxels by case and class."""
-        self.bad = tuple(bad)
+        self.bad = dict(bad or {})
+        """Why the labels of a case cannot be read, by its id."""
         self._loaded: LruCache[int, LabelMap] = LruCache(_LOADED_AT_ONCE)
 
     def __len__(self) -> int:
@@ -116,7 +117,7 @@ def build_label_index(
     any class and is in `bad`; wrong labels raise BadLabels."""
     folder = cache_folder() / "volumes" / "labels"
     files: list[Path | LabelMap] = []
-    bad: list[BadCase] = []
+    bad: dict[str, str] = {}
     counts = np.zeros((len(cases), rules.classes), np.int64)
 
     def work(case: Case) -> tuple[Path | LabelMap, LabelMap] | ReadFailure:
@@ -143,7 +144,7 @@ def build_label_index(
     with ThreadPoolExecutor(_REMOTE_THREADS if are_remote else min(4, os.cpu_count() or 1)) as pool:
         for number, found in enumerate(pool.map(work, cases)):
             if isinstance(found, ReadFailure):
-                bad.append(BadCase(cases[number].id, str(found)))
+                bad[cases[number].id] = str(found)
                 files.append(LabelMap((1, 1, 1), counts[number], (np.zeros(0, np.int64),) * rules.classes))
             else:
                 files.append(found[0])

@@ -33,7 +33,7 @@ def touch(path: Path, content: bytes = b"x") -> None:
 
 def test_the_competitions_layout_gives_cases_by_scroll(scrolls: Path) -> None:
     found = open_cases(scrolls)
-    assert len(found) == 6
+    assert len(found.cases) == 6
     assert sorted({case.group for case in found.cases}) == ["10000", "10001", "10002"]
     assert found.rules == LabelRules(2, ignore=2)
     assert found.notes == ()
@@ -50,7 +50,7 @@ def test_retired_ids_are_reported_and_lost_ones_refused(scrolls: Path) -> None:
         (scrolls / f"deprecated_train_{kind}").mkdir()
         (scrolls / f"train_{kind}" / f"{first}.tif").rename(scrolls / f"deprecated_train_{kind}" / f"{first}.tif")
     found = open_cases(scrolls)
-    assert len(found) == 5
+    assert len(found.cases) == 5
     assert len(found.notes) == 1
     assert first in found.notes[0]
     (scrolls / "train_labels" / f"{second}.tif").unlink()

@@ -177,7 +177,7 @@ def test_a_layout_in_s3_is_that_of_the_folder(kind: str, s3: S3Server, tmp_path:
     assert remote.facts == local.facts
     rules = LabelRules(3)
     indexes = [build_label_index(found.cases, OpenVolumes(), rules) for found in (here, there)]
-    for number in range(len(here)):
+    for number in range(len(here.cases)):
         assert np.array_equal(*(index.counts[number] for index in indexes))
         assert all(map(np.array_equal, *(index[number].places for index in indexes)))
 

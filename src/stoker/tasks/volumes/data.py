@@ -1,14 +1,4 @@
-"""The volumes of a segmentation: from a config to cases, their split, the plans of both parts, and a loader.
-
-Without a config:
-
-listed = open_cases(root)
-volumes = OpenVolumes(reading)
-surveyed = survey(listed.cases, volumes)
-parts = divide(surveyed.cases, surveyed.shapes, SplitRule(fold=0))
-train = plan_training(parts.train, surveyed, volumes, rules, PatchRule((72, 136, 136)), steps, seed=0)
-loader = PatchLoader(train, reading, LoaderOptions(workers=2))
-"""
+"""The volumes of a segmentation: from a config to cases, their split, the plans of both parts, and a loader."""
 
 from __future__ import annotations
 
@@ -420,10 +410,9 @@ def open_loader(
 def measure_speed(config: Config, data: VolumeData, *, workers: int, seconds: float) -> LoaderSpeed:
     """How fast the loader makes training batches for a consumer that takes no time."""
     # Long enough that no epoch ends within the measurement, however fast the host.
-    least = workers + 4
-    wanted = max(least, int(seconds * MOST_PATCHES_PER_WORKER_SECOND * max(1, workers)) // config.batch_size)
-    endless = config.model_copy(update={"steps_per_epoch": wanted, "limit_train_batches": None})
-    plan = training_plan(endless.model_copy(update={"gradient_accumulation": 1}), data)
+    wanted = max(workers + 4, int(seconds * MOST_PATCHES_PER_WORKER_SECOND * max(1, workers)) // config.batch_size)
+    endless = {"steps_per_epoch": wanted, "limit_train_batches": None, "gradient_accumulation": 1}
+    plan = training_plan(config.model_copy(update=endless), data)
     return measure_loader(partial(open_loader, config, plan, data.reading, workers=workers), workers, seconds)
 
 

@@ -15,7 +15,7 @@ from stoker.io.stores import ReadFailure
 from stoker.tasks.export_formats import CPU, Exportable, exportable
 from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
-from stoker.tasks.volumes.formats.volume import Shape, Volume, box_at, read_padded
+from stoker.tasks.volumes.formats.volume import Volume, as_shape, box_at, read_padded
 from stoker.tasks.volumes.predict.segmenter import Segmenter, measured, segmenter_of
 from stoker.tasks.volumes.segment import TrainedVolumeModel, open_trained
 
@@ -61,7 +61,7 @@ def _real_patch(trained: TrainedVolumeModel, segmenter: Segmenter, image: Path |
 
 
 def _middle(segmenter: Segmenter, images: list[Volume]) -> Tensor:
-    start: Shape = tuple((size - length) // 2 for size, length in zip(images[0].shape, segmenter.patch, strict=True))  # type: ignore[assignment]
+    start = as_shape((size - length) // 2 for size, length in zip(images[0].shape, segmenter.patch, strict=True))
     voxels = torch.empty(1, len(images), *segmenter.patch)
     for image, channel in zip(images, voxels[0].numpy(), strict=True):
         read_padded(image, box_at(start, segmenter.patch), channel, 0)

@@ -71,13 +71,12 @@ def needed_files(
     refuse_classes(config, class_list, "volumes")
     root = config.data_root
     assert root is not None
+    listed = open_cases(root)  # reports errors before anything is copied
     if not root.endswith(LISTS):
-        open_cases(root)  # reports errors before anything is copied
         return root, Selection(left_out=_NOT_TRAINED_ON)
     folder = root.rpartition("/")[0] or "."
     if not is_url(folder):
         folder = str(Path(folder).expanduser().resolve())
-    listed = open_cases(root)
     refs = [ref.location for case in listed.cases for ref in case.refs]
     outside = [ref for ref in refs if not local_path(ref).startswith(f"{folder}/")]
     if outside:
@@ -102,7 +101,10 @@ class VolumeFiles:
 
     def __init__(self, plan: PatchPlan, place: CopyPlace) -> None:
         self._patches, self.steps, self.positions = plan.patches, plan.steps, plan.steps.samples
-        self._cases = [[_wanted(ref.location, place) for ref in case.refs] for case in plan.cases]
+        self._cases: list[list[WantedFile]] = []
+        for case in plan.cases:
+            paths = [place.below(ref.location) or "" for ref in case.refs]
+            self._cases.append([WantedFile(path, *place.expected[path]) for path in paths])
 
     def __len__(self) -> int:
         return self.positions
@@ -116,9 +118,3 @@ class VolumeFiles:
         cases = self._patches.cases(epoch, positions).tolist()
         for case in dict.fromkeys(cases):
             yield from self._cases[case]
-
-
-def _wanted(location: str, place: CopyPlace) -> WantedFile:
-    path = place.below(location)
-    assert path is not None, "the volumes are below the root of the data"
-    return WantedFile(path, *place.expected[path])

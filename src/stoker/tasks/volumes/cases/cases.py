@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -61,10 +61,7 @@ class CaseList:
     cases: tuple[Case, ...]
     rules: LabelRules | None = None
     """The classes, if the layout names them."""
-    notes: tuple[str, ...] = field(default=())
-
-    def __len__(self) -> int:
-        return len(self.cases)
+    notes: tuple[str, ...] = ()
 
 
 def open_cases(root: str | Path, part: Part = "train") -> CaseList:
@@ -235,7 +232,9 @@ def _from_list(path: Place) -> CaseList:
         level = _whole_number(path, entry.get("level", 0))
         images = tuple(_ref(path, one, level, gone) for one in named)
         label = None if entry.get("label") is None else _ref(path, entry["label"], level, gone)
-        name = str(entry.get("id") or _stem(images[0].location))
+        file = images[0].location.rstrip("/").rpartition("/")[2]
+        file = unquote(file) if is_url(images[0].location) else file
+        name = str(entry.get("id") or file.removesuffix(suffix_of(file)))
         cases.append(Case(name, str(entry.get("group") or name), images, label))
     if gone:
         raise UserError(
@@ -387,9 +386,3 @@ def _bad_dataset(root: Place, reason: str) -> UserError:
         why="it names the channels and labels of nnU-Net's raw folders",
         hint=f"edit {root / 'dataset.json'}",
     )
-
-
-def _stem(location: str) -> str:
-    name = location.rstrip("/").rpartition("/")[2]
-    name = unquote(name) if is_url(location) else name
-    return name.removesuffix(suffix_of(name))

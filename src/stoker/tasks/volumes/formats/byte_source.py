@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
@@ -74,25 +74,22 @@ class RemoteBytes:
         """These ranges, each inside the file; raises ReadFailure, or StoreDown."""
         if outside := next((one for one in ranges if one[1] > self.size), None):
             raise ReadFailure(self.name, "short", f"byte {outside[1]:,} is needed; it has {self.size:,}")
-        wanted = [piece for one in ranges for piece in _pieces(one)]
-        pieces = iter([self._part(wanted[0])] if len(wanted) == 1 else self._parts(wanted))
-        results: list[Buffer] = []
-        for one in ranges:
-            own = [next(pieces) for _ in _pieces(one)]
-            results.append(own[0] if len(own) == 1 else memoryview(b"".join(own)))
-        return results
+        wanted = [_pieces(one) for one in ranges]
+        if len(ranges) == 1 and len(wanted[0]) == 1:
+            return [self._part(ranges[0])]
+        found = _requests(os.getpid()).take([(self, piece) for pieces in wanted for piece in pieces])
+        parts: list[Buffer] = []
+        for part in found:
+            if isinstance(part, ReadFailure):
+                raise part
+            parts.append(part)
+        each = iter(parts)
+        together = (list(islice(each, len(pieces))) for pieces in wanted)
+        return [own[0] if len(own) == 1 else memoryview(b"".join(own)) for own in together]
 
     def fetched(self) -> MappedSource:
         """The same with all bytes in memory."""
         return MappedSource(self.name, self.identity, memoryview(self.parts([(0, self.size)])[0]))
-
-    def _parts(self, ranges: Sequence[Range]) -> list[Buffer]:
-        found: list[Buffer] = []
-        for part in _requests(os.getpid()).take([(self, one) for one in ranges]):
-            if isinstance(part, ReadFailure):
-                raise part
-            found.append(part)
-        return found
 
     def _part(self, one: Range) -> Buffer:
         start, stop = one
@@ -116,18 +113,16 @@ class HeaderSource(RemoteBytes):
     _kept: dict[int, Buffer] = field(default_factory=dict)
 
     def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
-        return [self._from_pieces(start, min(stop, self.size)) for start, stop in ranges]
+        return [b"".join(self._from_pieces(start, min(stop, self.size))) for start, stop in ranges]
 
-    def _from_pieces(self, start: int, stop: int) -> bytes:
-        found = []
+    def _from_pieces(self, start: int, stop: int) -> Iterator[Buffer]:
         for number in range(start // HEADER_BYTES, -(-stop // HEADER_BYTES)):
             begin = number * HEADER_BYTES
             if number not in self._kept:
                 if len(self._kept) >= MOST_HEADER_READS:
                     raise Scattered
                 self._kept[number] = super().parts([(begin, min(begin + HEADER_BYTES, self.size))])[0]
-            found.append(self._kept[number][max(0, start - begin) : stop - begin])
-        return b"".join(found)
+            yield self._kept[number][max(0, start - begin) : stop - begin]
 
 
 class SourceStream(io.RawIOBase):
@@ -195,15 +190,15 @@ def _cached_file(location: str, source: RemoteBytes, cache: CopyPlace) -> str | 
         return local
     starts = range(0, source.size, CACHED_PART_BYTES)
     parts = (source.parts([(start, min(start + CACHED_PART_BYTES, source.size))])[0] for start in starts)
-    kept = cache.open().keep_parts(path, expected, parts)
-    return cache.local(path, expected) if kept else None
+    return cache.local(path, expected) if cache.open().keep_parts(path, expected, parts) else None
 
 
 def staged_file(location: str, options: ReadingOptions) -> str | None:
     """Where a file is in the local copy that is being filled; None if it is not there, or there is no such copy."""
     copy = options.copy
-    path = None if copy is None or copy.is_cache else copy.below(location)
-    return None if path is None or copy is None else copy.local(path)
+    if copy is None or copy.is_cache or (path := copy.below(location)) is None:
+        return None
+    return copy.local(path)
 
 
 def coalesced(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:

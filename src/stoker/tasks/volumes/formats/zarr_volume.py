@@ -212,8 +212,9 @@ def _key_value_store(place: str, path: str) -> dict[str, Any]:
     return {"driver": "s3", "bucket": parts.netloc, "path": f"{prefix}/", **_s3_settings()}
 
 
-def _s3_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def _s3_settings() -> dict[str, Any]:
     """Credentials, region and endpoint as the object store resolves them, as options of tensorstore."""
+    environment = os.environ
     profile = profile_settings(environment)
     settings: dict[str, Any] = {}
     if is_anonymous(environment):
@@ -222,14 +223,7 @@ def _s3_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         settings["aws_credentials"] = {"type": "environment"}
     elif "access_key_id" in profile or "credential_provider" in profile:
         named = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or "default"
-        files = {
-            key: environment[variable]
-            for key, variable in (
-                ("credentials_file", "AWS_SHARED_CREDENTIALS_FILE"),
-                ("config_file", "AWS_CONFIG_FILE"),
-            )
-            if variable in environment
-        }
+        files = {key: environment[variable] for key, variable in _PROFILE_FILES.items() if variable in environment}
         settings["aws_credentials"] = {"type": "profile", "profile": named, **files}
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or profile.get("region")
     if region:

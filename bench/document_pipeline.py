@@ -125,7 +125,7 @@ def ours(packed: Path, arguments: argparse.Namespace, *, augmented: bool) -> Ite
     assert listed.rules is not None
     rule = PatchRule(patch, foreground=0, transforms=transform_range(config) if augmented else UNCHANGED)
     surveyed = survey(listed.cases, volumes)
-    plan = plan_training(listed.cases, surveyed, volumes, listed.rules, rule, training_steps(STEPS, BATCH), seed=0)
+    plan = plan_training(listed.cases, surveyed, listed.rules, rule, training_steps(STEPS, BATCH))
     loader = PatchLoader(plan, reading, LoaderOptions(workers=arguments.workers, held=arguments.workers + 2))
     prepare = build_volume_augment(config, *statistics_of(plan.cases, volumes, "patch")).prepare
     making: deque[Future[int]] = deque()

@@ -80,9 +80,8 @@ def upload(server: S3Server, root: Path) -> None:
 
 
 def plan_of(root: str, patches: int) -> PatchPlan:
-    cases, volumes = open_cases(root).cases, OpenVolumes(READING)
-    steps = training_steps(patches // BATCH, BATCH)
-    return plan_training(cases, survey(cases, volumes), volumes, LabelRules(2, 2), PatchRule(PATCH), steps, seed=0)
+    cases, steps = open_cases(root).cases, training_steps(patches // BATCH, BATCH)
+    return plan_training(cases, survey(cases, OpenVolumes(READING)), LabelRules(2, 2), PatchRule(PATCH), steps)
 
 
 def epoch_rate(loader: PatchLoader, epoch: int, pace: float | None = None) -> float:

@@ -21,12 +21,10 @@ NNUNET = TransformRange(flips=(0.5, 0.5, 0.5), rotation=0.2, scaling=0.2)
 
 def open_stream(job: VolumeJob) -> Iterator[int]:
     listed, reading = open_cases(job.data), ReadingOptions()
-    volumes = OpenVolumes(reading)
     assert listed.rules is not None
     rule = PatchRule(job.patch, transforms=NNUNET if os.environ["LAW"] == "nnunet" else UNCHANGED)
     steps = training_steps(STEPS, job.batch)
-    surveyed = survey(listed.cases, volumes)
-    plan = plan_training(listed.cases, surveyed, volumes, listed.rules, rule, steps, seed=0)
+    plan = plan_training(listed.cases, survey(listed.cases, OpenVolumes(reading)), listed.rules, rule, steps)
     loader = PatchLoader(plan, reading, LoaderOptions(workers=job.workers))
     return (len(batch) for epoch in itertools.count() for batch in loader.epoch(epoch))
 

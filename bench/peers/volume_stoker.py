@@ -38,9 +38,7 @@ def open_stream(job: Job) -> Iterator[int]:
     cases, volumes = open_cases(job.images / "cases.yaml").cases, OpenVolumes()
     transforms = transform_range(config) if augmented else UNCHANGED
     rule = PatchRule(patch, foreground=config.foreground_patches, transforms=transforms)
-    plan = plan_training(
-        cases, survey(cases, volumes), volumes, LabelRules(2, 2), rule, training_steps(STEPS, BATCH), seed=0
-    )
+    plan = plan_training(cases, survey(cases, volumes), LabelRules(2, 2), rule, training_steps(STEPS, BATCH))
     loader = PatchLoader(plan, ReadingOptions(), LoaderOptions(workers=job.workers, held=job.workers + 2))
     means, stds = statistics_of(len(cases))
     prepare = (build_volume_augment if augmented else build_volume_eval)(config, means, stds).prepare

@@ -60,10 +60,10 @@ def test_patches_of_a_real_scan_are_slices_of_its_voxels(templates: Path, tmp_pa
     cases_file.write_text(
         json.dumps([{"image": str(templates / "ch2.nii.gz"), "label": str(templates / "aal.nii.gz")}])
     )
-    cases, volumes = open_cases(cases_file).cases, OpenVolumes()
+    cases = open_cases(cases_file).cases
     rules, patch = LabelRules(CLASSES), (40, 48, 56)
     steps = training_steps(6, 2)
-    plan = plan_training(cases, survey(cases, volumes), volumes, rules, PatchRule(patch), steps, seed=3)
+    plan = plan_training(cases, survey(cases, OpenVolumes()), rules, PatchRule(patch, seed=3), steps)
     image, label = voxels_of(templates / "ch2.nii.gz"), voxels_of(templates / "aal.nii.gz")
     assert image.shape == label.shape == (181, 217, 181)
     prepare = VolumePrepare("range", np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32))

@@ -46,9 +46,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, ...]:
 def training(
     cases: tuple[Case, ...], steps: Steps, transforms: TransformRange, rules: LabelRules | None = None
 ) -> PatchPlan:
-    rules, volumes = rules or LabelRules(2, ignore=2), OpenVolumes()
-    rule = PatchRule(PATCH, small="pad", transforms=transforms)
-    return plan_training(cases, survey(cases, volumes), volumes, rules, rule, steps, seed=7)
+    rule = PatchRule(PATCH, seed=7, small="pad", transforms=transforms)
+    return plan_training(cases, survey(cases, OpenVolumes()), rules or LabelRules(2, ignore=2), rule, steps)
 
 
 def patch_of(batch: PatchBatch, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,13 +191,10 @@ def test_a_run_divided_by_region_never_reads_the_validation_slab(cases: tuple[Ca
     np.save(tmp_path / "image.npy", depth)
     np.save(tmp_path / "label.npy", np.ones(depth.shape, np.uint8))
     case = Case("c", "c", (VolumeRef(str(tmp_path / "image.npy")),), VolumeRef(str(tmp_path / "label.npy")))
-    volumes = OpenVolumes()
-    surveyed = survey([case], volumes)
+    surveyed = survey([case], OpenVolumes())
     parts = divide(surveyed.cases, surveyed.shapes, SplitRule(by="region", folds=3, fold=1, margin=3))
-    plan = plan_training(
-        parts.train, surveyed, volumes, LabelRules(2), PatchRule(PATCH, transforms=EVERYTHING), training_steps(40, 4),
-        seed=0,
-    )  # fmt: skip
+    rule = PatchRule(PATCH, transforms=EVERYTHING)
+    plan = plan_training(parts.train, surveyed, LabelRules(2), rule, training_steps(40, 4))
     seen: set[int] = set()
     for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(0):
         for slot in range(4):
@@ -210,20 +206,19 @@ def test_a_run_divided_by_region_never_reads_the_validation_slab(cases: tuple[Ca
 def test_cases_that_cannot_be_trained_on_are_left_out_or_refused(cases: tuple[Case, ...], tmp_path: Path) -> None:
     np.save(tmp_path / "blank.npy", np.full((20, 28, 30), 2, np.uint8))
     blank = Case("blank", "x", cases[0].images, VolumeRef(str(tmp_path / "blank.npy")))
-    several, volumes, said = (*cases, blank), OpenVolumes(), list[str]()
-    surveyed = survey(several, volumes)
-    plan = plan_training(
-        several, surveyed, volumes, LabelRules(2, 2), PatchRule(PATCH), training_steps(1, 1), seed=0, say=said.append
-    )
+    several, said, rules, steps = (*cases, blank), list[str](), LabelRules(2, 2), training_steps(1, 1)
+    surveyed = survey(several, OpenVolumes())
+    plan = plan_training(several, surveyed, rules, PatchRule(PATCH), steps, say=said.append)
     assert plan.cases == cases
     assert said == ["1 volume without a labelled voxel left out: blank"]
     blind = Case(cases[0].id, "x", cases[0].images, None)
     for wrong, rule, name in (
         ((blind,), PatchRule(PATCH), "labels-missing"),
+        ((blank,), PatchRule(PATCH), "no-labelled-voxel"),
         (cases, PatchRule((64, 8, 8)), "patch-larger-than-volume"),
     ):
-        with pytest.raises(UserError, match=cases[0].id) as caught:
-            plan_training(wrong, surveyed, volumes, LabelRules(2, 2), rule, training_steps(1, 1), seed=0)
+        with pytest.raises(UserError, match=wrong[0].id) as caught:
+            plan_training(wrong, surveyed, rules, rule, steps)
         assert caught.value.name == name
     odd = Case("odd", "x", cases[0].images * 2, cases[0].label)
     with pytest.raises(UserError, match="odd") as caught:

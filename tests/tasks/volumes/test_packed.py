@@ -75,11 +75,11 @@ def own_pack(packs: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def patches(root: Path | str) -> list[str]:
-    listed, volumes = open_cases(root), OpenVolumes(READING)
+    listed = open_cases(root)
     assert listed.rules is not None
-    rule = PatchRule((10, 12, 14), small="pad", transforms=EVERYTHING)
-    surveyed = survey(listed.cases, volumes)
-    plan = plan_training(listed.cases, surveyed, volumes, listed.rules, rule, training_steps(4, 3), seed=5)
+    rule = PatchRule((10, 12, 14), seed=5, small="pad", transforms=EVERYTHING)
+    surveyed = survey(listed.cases, OpenVolumes(READING))
+    plan = plan_training(listed.cases, surveyed, listed.rules, rule, training_steps(4, 3))
     return [digest(batch) for batch in PatchLoader(plan, READING, LoaderOptions()).epoch(1)]
 
 
@@ -166,10 +166,9 @@ def test_labels_that_packing_has_seen_are_checked_against_other_rules(packs: dic
     assert case.label.packed.has_only(2, 2)
     assert case.label.packed.has_only(3, None)
     assert not case.label.packed.has_only(2, None)
-    volumes = OpenVolumes(READING)
+    surveyed = survey((case,), OpenVolumes(READING))
     with pytest.raises(BadLabels, match="has the labels 2"):
-        plan = plan_training((case,), survey((case,), volumes), volumes, LabelRules(2), PatchRule((8, 8, 8)),
-                             training_steps(2, 2), seed=0)  # fmt: skip
+        plan = plan_training((case,), surveyed, LabelRules(2), PatchRule((8, 8, 8)), training_steps(2, 2))
         list(PatchLoader(plan, READING, LoaderOptions()).epoch(0))
 
 

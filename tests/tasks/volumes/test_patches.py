@@ -22,7 +22,6 @@ from stoker.tasks.volumes.patches.patches import (
     RandomPatches,
     Transform,
     TransformRange,
-    check_labelled,
     check_patch_fits,
     draw_transforms,
     grid_starts,
@@ -197,13 +196,3 @@ def test_a_patch_larger_than_a_volume_is_refused_or_padded(index: LabelIndex) ->
         # The whole depth of the volume, in the middle.
         assert (one.region.start[0], one.region.stop[0]) == (-2, 10)
         assert one.region.within(SHAPES[2]).shape == (8, 12, 12)
-
-
-def test_cases_without_a_label_are_left_out_and_if_all_are_it_is_an_error(index: LabelIndex) -> None:
-    assert check_labelled(index, ["a", "b", "c"]) == [0, 1, 2]
-    empty = map_labels("c", ArrayVolume("x", np.full((4, 4, 4), 2, np.uint8)), RULES)
-    some = LabelIndex([empty, index[0]], np.stack([empty.counts, index.counts[0]]))
-    assert check_labelled(some, ["a", "b"]) == [1]
-    with pytest.raises(UserError) as caught:
-        check_labelled(LabelIndex([empty], empty.counts[None]), ["a"])
-    assert caught.value.name == "no-labelled-voxel"

@@ -178,11 +178,10 @@ def test_the_network_sees_what_it_sees_in_validation(normalize: str, shape: Shap
     predicted_mask(
         segmenter(Recording(), normalize=normalize, patch=(12, 12, 12)), [image], sliding=SlidingWindow(overlap=0)
     )
-    case = Case("a", "a", (VolumeRef("a"),), VolumeRef("label"))
-    survey = Survey((case,), {"a": CaseFacts(shape, "uint16")}, {})
+    case, volumes = Case("a", "a", (VolumeRef("a"),), VolumeRef("label")), OpenVolumes()
+    survey = Survey((case,), {"a": CaseFacts(shape, "uint16")}, {}, volumes)
     plan = plan_validation([case], survey, LabelRules(1), PatchRule((12, 12, 12), small="pad"))
     plan = replace(plan, steps=replace(plan.steps, batch_size=8))
-    volumes = OpenVolumes()
     volumes._open.get(case.images[0], lambda: image)
     volumes._open.get(VolumeRef("label"), lambda: ArrayVolume("label", np.zeros(shape, np.uint8)))
     maker = PatchMaker(plan, PatchReader(volumes, plan.layout.row_bytes))

@@ -247,10 +247,10 @@ def scrolls(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 def planned(root: str | Path) -> PatchPlan:
-    cases, volumes = open_cases(root).cases, OpenVolumes()
+    cases = open_cases(root).cases
     transforms = TransformRange(flips=(0.5, 0.5, 0.5), turns=0.5, rotation=0.4, scaling=0.4)
-    rule = PatchRule((10, 12, 14), transforms=transforms)
-    return plan_training(cases, survey(cases, volumes), volumes, LabelRules(2, 2), rule, training_steps(8, 2), seed=3)
+    rule = PatchRule((10, 12, 14), seed=3, transforms=transforms)
+    return plan_training(cases, survey(cases, OpenVolumes()), LabelRules(2, 2), rule, training_steps(8, 2))
 
 
 def test_the_stream_from_s3_is_that_of_the_disk(scrolls: tuple[Path, str], s3: S3Server) -> None:

@@ -63,9 +63,8 @@ class VolumePrepare:
         changes = draw_changes(batch.keys, self.chances, batch.layout.channels, batch.patch)
         there = _arrays_on_device(batch, changes, copy)
         # Only what is filled of each row: a sixth of it for most samples.
-        rows = [
-            copy(row[: batch.layout.used_bytes(shape)]) for row, shape in zip(batch.images, batch.shapes, strict=True)
-        ]
+        voxels_read = batch.shapes.prod(axis=1).tolist()
+        rows = [copy(row[: batch.layout.used_bytes(n)]) for row, n in zip(batch.images, voxels_read, strict=True)]
         device, size = rows[0].device, (len(batch), batch.layout.channels, *batch.patch)
         inputs = torch.empty(size, device=device, dtype=self.dtype, memory_format=self.memory_format)
         labels = torch.empty((len(batch), *batch.patch), device=device, dtype=torch.int64)

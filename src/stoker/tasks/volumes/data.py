@@ -48,7 +48,6 @@ from stoker.tasks.volumes.patches.patches import (
     RandomPatches,
     Small,
     TransformRange,
-    check_labelled,
     check_patch_fits,
     training_steps,
 )
@@ -113,18 +112,15 @@ def open_data(config: Config, say: Say, progress: Advance | None = None) -> Volu
     rules = label_rules(config, listed)
     devices, workers = (one if isinstance(one, int) else 1 for one in (config.devices, config.num_workers))
     reading = reading_options(config, listed.cases, ranks=devices, workers=workers, say=say)
-    volumes = OpenVolumes(reading)
-    surveyed = survey_cases(config, listed, volumes, say, progress)
+    surveyed = survey_cases(config, listed, OpenVolumes(reading), say, progress)
     parts = divide(surveyed.cases, surveyed.shapes, split_rule(config))
-    train = plan_training(
-        parts.train, surveyed, volumes, rules, patch_rule(config), training_steps(1, 1),
-        seed=config.seed, progress=progress, say=say,
-    )  # fmt: skip
+    rule = patch_rule(config)
+    train = plan_training(parts.train, surveyed, rules, rule, training_steps(1, 1), progress=progress, say=say)
     val = None
     if parts.val and config.limit_val_batches != 0:
         _refuse_unlabelled(parts.val, "validate", "there is nothing to compare a prediction with")
-        _check_labels(parts.val, volumes, rules, say, progress)
-        val = plan_validation(parts.val, surveyed, rules, patch_rule(config))
+        _check_labels(parts.val, surveyed.volumes, rules, say, progress)
+        val = plan_validation(parts.val, surveyed, rules, rule)
     samples = updates_per_epoch(config) * config.gradient_accumulation * config.batch_size * config.num_nodes * devices
     data = VolumeData(train, val, rules, reading, config.normalize, samples)
     for plan in (train, val):
@@ -172,6 +168,7 @@ class PatchRule:
     """The shape and sampling of patches."""
 
     patch: Shape
+    seed: int = 0
     small: Small = "refuse"
     """A volume smaller than the patch is padded with zeros that are never trained on, or refused."""
     foreground: float = 1 / 3
@@ -182,12 +179,10 @@ class PatchRule:
 def plan_training(
     cases: Sequence[Case],
     surveyed: Survey,
-    volumes: OpenVolumes,
     rules: LabelRules,
     rule: PatchRule,
     steps: Steps,
     *,
-    seed: int,
     progress: Advance | None = None,
     say: Say = lambda _line: None,
 ) -> PatchPlan:
@@ -195,8 +190,16 @@ def plan_training(
 
     Cases without a labelled voxel, or whose labels cannot be read, are left out, and reported to `say`."""
     _refuse_unlabelled(cases, "train", "there is nothing to learn from an image alone")
-    labels = build_label_index(cases, volumes, rules, progress=progress, say=say)
-    used = check_labelled(labels, [case.id for case in cases])
+    labels = build_label_index(cases, surveyed.volumes, rules, progress=progress, say=say)
+    used = np.flatnonzero(labels.counts.sum(axis=1)).tolist()
+    if not used:
+        raise UserError(
+            "no-labelled-voxel",
+            f"none of the {len(cases)} volumes to train on has a labelled voxel: "
+            f"{', '.join(case.id for case in cases[:5])}",
+            why="every voxel has the ignore label",
+            hint="check the ignore label, and that train_labels has the labels",
+        )
     for name, reason in labels.bad.items():
         say(f"warning: {name} is left out, its labels cannot be read: {reason}")
     left_out = [case.id for number, case in enumerate(cases) if number not in set(used) and case.id not in labels.bad]
@@ -204,7 +207,7 @@ def plan_training(
         say(f"{count(len(left_out), 'volume')} without a labelled voxel left out: {some(left_out)}")
     chosen = tuple(cases[number] for number in used)
     shapes = _shapes(chosen, surveyed, rule)
-    patches = RandomPatches(rule.patch, shapes, labels.chosen(used), seed, rule.foreground, rule.transforms)
+    patches = RandomPatches(rule.patch, shapes, labels.chosen(used), rule.seed, rule.foreground, rule.transforms)
     return plan_patches(chosen, patches, steps, surveyed.image_dtype(chosen), rules)
 
 
@@ -320,7 +323,9 @@ def split_rule(config: Config) -> SplitRule:
 
 def patch_rule(config: Config) -> PatchRule:
     assert config.patch_size is not None, "the config was checked"
-    return PatchRule(config.patch_size, config.small_volumes, config.foreground_patches, transform_range(config))
+    return PatchRule(
+        config.patch_size, config.seed, config.small_volumes, config.foreground_patches, transform_range(config)
+    )
 
 
 def updates_per_epoch(config: Config, *_size: int | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -113,30 +113,33 @@ def look(
     Draws no random number from any generator, writes nothing, and builds no network. After `patience_s` nothing more is
     read: what is missing is left out."""
     began_s = time.monotonic()
+
+    def looked(
+        plan: PatchPlan, prepare: VolumePrepare, epoch: int, places: Iterable[tuple[int, int | None]]
+    ) -> tuple[PatchSeen, ...]:
+        """The patches at these positions, each with its training step."""
+        seen: list[PatchSeen] = []
+        for position, step in places:
+            if seen and time.monotonic() - began_s > patience_s:
+                break
+            seen += _look_at(config, data, plan, position, epoch, prepare, step)
+        return tuple(seen)
+
     plan = training_plan(config, data, Ranks(rank=0, world=world or config.devices * config.num_nodes))
     augment = build_volume_augment(config, *data.statistics(data.train), torch.float32)
     batches = range(min(plan.steps.count(), -(-count // config.batch_size)))
     positions = [int(position) for step in batches for position in plan.steps.positions(step)][:count]
     per_update = config.batch_size * config.gradient_accumulation
     steps = plan.steps.count() // config.gradient_accumulation
-    seen: list[PatchSeen] = []
-    for number, position in enumerate(positions):
-        if seen and time.monotonic() - began_s > patience_s:
-            break
-        step = epoch * steps + number // per_update
-        seen += _look_at(config, data, plan, position, epoch, augment, step)
-    validation = None
+    numbered = ((position, epoch * steps + number // per_update) for number, position in enumerate(positions))
+    training, validation = looked(plan, augment, epoch, numbered), None
     if data.val is not None and time.monotonic() - began_s <= patience_s:
         prepare = build_volume_eval(config, *data.statistics(data.val), torch.float32)
-        found: list[PatchSeen] = []
         # Evenly over all patches of the grid, and so over its volumes.
         shares = (np.arange(wanted := max(1, count // 2)) + 0.5) / wanted
-        for position in sorted({int(place) for place in shares * data.val.steps.samples}):
-            if found and time.monotonic() - began_s > patience_s:
-                break
-            found += _look_at(config, data, data.val, position, 0, prepare, None)
-        validation = tuple(found)
-    return PatchesSeen(config, data, epoch, tuple(seen), validation)
+        spread = sorted({int(place) for place in shares * data.val.steps.samples})
+        validation = looked(data.val, prepare, 0, ((position, None) for position in spread))
+    return PatchesSeen(config, data, epoch, training, validation)
 
 
 def _look_at(

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -57,6 +57,7 @@ class Survey:
     cases: tuple[Case, ...]
     facts: dict[str, CaseFacts]
     bad: dict[str, str]
+    volumes: OpenVolumes = field(compare=False)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -105,7 +106,7 @@ def survey(
             why=f"max_bad_fraction allows {max_bad_fraction:g}; the run would train on other data than you expect",
             hint="repair these files or copy them again, or raise max_bad_fraction",
         )
-    return Survey(tuple(case for case in cases if case.id in facts), facts, bad)
+    return Survey(tuple(case for case in cases if case.id in facts), facts, bad, volumes)
 
 
 def case_identity(case: Case, volumes: OpenVolumes) -> list[str]:

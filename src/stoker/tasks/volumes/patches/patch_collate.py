@@ -56,13 +56,10 @@ class RowLayout:
     @property
     def row_bytes(self) -> int:
         """Size of the largest region; a multiple of the alignment, so that every row can be viewed as numbers."""
-        return _aligned(self._used(self.most_voxels))
+        return _aligned(self.used_bytes(self.most_voxels))
 
-    def used_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes at the start of a row that a region of this shape takes."""
-        return self._used(int(np.prod(shape)))
-
-    def _used(self, voxels: int) -> int:
+    def used_bytes(self, voxels: int) -> int:
+        """Bytes at the start of a row that a region of so many voxels takes."""
         return self._label_at(voxels) + voxels * self.label_itemsize
 
     def _label_at(self, voxels: int) -> int:

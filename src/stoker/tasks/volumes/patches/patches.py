@@ -371,19 +371,6 @@ def check_patch_fits(patch: Shape, shapes: Sequence[Shape], names: Sequence[str]
         )
 
 
-def check_labelled(labels: LabelIndex, names: Sequence[str]) -> list[int]:
-    """The cases with a labelled voxel; raises UserError if there is none."""
-    labelled = np.flatnonzero(labels.counts.sum(axis=1)).tolist()
-    if not labelled:
-        raise UserError(
-            "no-labelled-voxel",
-            f"none of the {len(names)} volumes to train on has a labelled voxel: {', '.join(names[:5])}",
-            why="every voxel has the ignore label",
-            hint="check the ignore label, and that train_labels has the labels",
-        )
-    return labelled
-
-
 def _contains(transform: Transform, patch: Shape, start: Shape, voxel: Shape) -> bool:
     """Whether a voxel is within a patch: at least half a voxel inside its border."""
     centre = np.array(start) + (np.array(transform.source_shape(patch)) - 1) / 2

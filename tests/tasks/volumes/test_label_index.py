@@ -162,7 +162,10 @@ def test_a_box_has_only_its_own_labels_with_and_without_a_cache(
 
 def test_bad_labels_are_refused_with_the_id_and_bad_files_set_aside(tmp_path: Path) -> None:
     good = scroll_volume((20, 30, 40), 0)[1]
-    for wrong, name in ((good.astype(np.float32), "float-labels"), (good + 1, "label-out-of-range")):
+    for wrong, name in (
+        (good.astype(np.float32), "float-labels"), (good + 1, "label-out-of-range"),
+        (np.where(good == 2, -1, good.astype(np.int16)), "label-out-of-range"),
+    ):  # fmt: skip
         with pytest.raises(BadLabels, match="case b") as caught:
             build_label_index([saved(tmp_path, "a", good), saved(tmp_path, "b", wrong)], OpenVolumes(), RULES)
         assert caught.value.name == name

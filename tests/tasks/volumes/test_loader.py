@@ -59,7 +59,7 @@ def patch_of(batch: PatchBatch, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def digest(batch: PatchBatch) -> str:
-    """Of everything that a batch trains on; rows are longer than what was read into them."""
+    """A hash of everything that a batch trains on; rows are longer than what was read into them."""
     found = hashlib.blake2b()
     for slot in range(len(batch)):
         for part in batch.region(slot):

@@ -20,7 +20,7 @@ from stoker.tasks.volumes.cases.cases import open_cases
 from stoker.tasks.volumes.cases.survey import statistics_of, survey
 from stoker.tasks.volumes.data import PatchLoader, PatchRule, plan_training
 from stoker.tasks.volumes.formats.opening import OpenVolumes, VolumeRef, open_volume
-from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, Region, whole
+from stoker.tasks.volumes.formats.volume import ArrayVolume, ReadingOptions, whole
 from stoker.tasks.volumes.pack import layout_trial
 from stoker.tasks.volumes.pack.cases_packing import open_source, pack_volumes
 from stoker.tasks.volumes.pack.index import file_names, read_index
@@ -31,6 +31,7 @@ from stoker.tasks.volumes.pack.write_volume import LAYOUTS, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
 from stoker.tasks.volumes.patches.patches import TransformRange, training_steps
 from tests.support.s3_server import S3Server
+from tests.tasks.volumes.test_formats import some_regions
 from tests.tasks.volumes.test_loader import digest
 
 READING = ReadingOptions()
@@ -108,8 +109,7 @@ def test_a_pack_gives_the_cases_and_the_patches_of_its_source(
     [("raw", "uint8"), ("raw", "float32"), ("blocks32", "int16"), ("blocks64", "uint8"), ("zarr", "float32")],
 )
 def test_any_region_of_any_kind_of_voxels_is_a_slice(layout: str, kind: str, tmp_path: Path) -> None:
-    random = np.random.default_rng(3)
-    voxels = (random.random((70, 40, 65)) * 250).astype(kind)
+    voxels = (np.random.default_rng(3).random((70, 40, 65)) * 250).astype(kind)
     path = tmp_path / f"a{LAYOUTS[layout].suffix}"
     facts = write_volume(path, prepare_image(ArrayVolume("a", voxels), VoxelChanges()), LAYOUTS[layout], is_label=False)
     with path.open("rb") if path.is_file() else nullcontext() as stream:
@@ -117,10 +117,7 @@ def test_any_region_of_any_kind_of_voxels_is_a_slice(layout: str, kind: str, tmp
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     volume = open_volume(VolumeRef(str(path), packed=facts))
     assert (volume.shape, volume.dtype) == (voxels.shape, voxels.dtype)
-    for _ in range(12):
-        low = [int(random.integers(0, size)) for size in voxels.shape]
-        high = [int(random.integers(at + 1, size + 1)) for at, size in zip(low, voxels.shape, strict=True)]
-        region = Region((low[0], low[1], low[2]), (high[0], high[1], high[2]))
+    for region in some_regions(voxels.shape):
         np.testing.assert_array_equal(volume.read(region), voxels[region.slices])
         wide = np.zeros((*region.shape[:2], region.shape[2] + 3), np.float64)
         volume.read(region, wide[:, :, 1:-2])  # another kind, with gaps between its rows

@@ -150,28 +150,15 @@ def described(found: CaseList, root: str) -> list[Any]:
     return [(case.id, case.group, place) for case, place in zip(found.cases, places, strict=True)]
 
 
-def write_layout(kind: str, folder: Path) -> str:
-    """A small data set of one of the layouts; returns what of it is the root."""
-    write_scrolls(folder, volumes=3, shape=(16, 16, 16), scrolls=2)
-    if kind == "competition":
-        (folder / "deprecated_train_images").mkdir()
-        (folder / "deprecated_train_images" / "9.tif").write_bytes(b"x")
-        with (folder / "train.csv").open("a") as table:
-            table.write("9,77\n")
-        return ""
-    names = sorted(path.name for path in (folder / "train_images").iterdir())
-    pairs = "".join(f"- {{image: ../train_images/{name}, label: ../train_labels/{name}}}\n" for name in names)
-    (folder / "lists").mkdir()
-    (folder / "lists" / "cases.yaml").write_text(pairs)
-    return "/lists/cases.yaml"
-
-
-@pytest.mark.parametrize("kind", ["competition", "list"])
-def test_a_layout_in_s3_is_that_of_the_folder(kind: str, s3: S3Server, tmp_path: Path) -> None:
-    root = write_layout(kind, tmp_path / "data")
-    url = s3.put_folder(tmp_path / "data", f"layouts/{kind}")
-    here, there = open_cases(f"{tmp_path}/data{root}"), open_cases(url + root)
-    assert described(there, url) == described(here, f"{tmp_path}/data")
+def test_a_layout_in_s3_is_that_of_the_folder(s3: S3Server, tmp_path: Path) -> None:
+    write_scrolls(folder := tmp_path / "data", volumes=3, shape=(16, 16, 16), scrolls=2)
+    (folder / "deprecated_train_images").mkdir()
+    (folder / "deprecated_train_images" / "9.tif").write_bytes(b"x")
+    with (folder / "train.csv").open("a") as table:
+        table.write("9,77\n")
+    url = s3.put_folder(folder, "layouts")
+    here, there = open_cases(folder), open_cases(url)
+    assert described(there, url) == described(here, str(folder))
     assert (there.rules, there.notes) == (here.rules, here.notes)
     local, remote = survey(here.cases, OpenVolumes()), survey(there.cases, OpenVolumes())
     assert remote.facts == local.facts
@@ -187,8 +174,10 @@ def test_names_may_have_any_characters(s3: S3Server, tmp_path: Path) -> None:
     (tmp_path / "odd names").mkdir()
     np.save(tmp_path / name, voxels("uint8"))
     zarr_array(2)(tmp_path / "odd names", voxels("uint8"))
-    (tmp_path / "cases.yaml").write_text(f"- {{image: '{name}', label: odd names/volume.zarr}}\n", "utf-8")
-    (case,) = open_cases(f"{s3.put_folder(tmp_path, 'any 1')}/cases.yaml".replace(" ", "%20")).cases
+    (tmp_path / "lists").mkdir()
+    listed = f"- {{image: '../{name}', label: ../odd names/volume.zarr}}\n"
+    (tmp_path / "lists" / "cases.yaml").write_text(listed, "utf-8")
+    (case,) = open_cases(f"{s3.put_folder(tmp_path, 'any 1')}/lists/cases.yaml".replace(" ", "%20")).cases
     assert case.id == "a #1 + 100% é?"
     for ref in (case.images[0], case.label):
         assert ref is not None

@@ -131,7 +131,9 @@ def _volume_identity(ref: VolumeRef, volumes: OpenVolumes) -> str:
         return f"bad {failure_of(ref.location, error)}"
 
 
-def _in_threads(work: Callable[[int], Found], numbers: Sequence[int], progress: Advance | None) -> Iterator[Found]:
+def _in_threads(
+    work: Callable[[int], Found], numbers: Sequence[int], progress: Advance | None = None
+) -> Iterator[Found]:
     with ThreadPoolExecutor(THREADS) as pool:
         for done, found in enumerate(pool.map(work, numbers), 1):
             if progress is not None:
@@ -169,9 +171,7 @@ def value_range(dtype: np.dtype[Any]) -> float:
     return float(np.iinfo(dtype).max) if dtype.kind in "iu" else 1.0
 
 
-def statistics_of(
-    cases: Sequence[Case], volumes: OpenVolumes, kind: Normalization, *, progress: Advance | None = None
-) -> tuple[Statistics, Statistics]:
+def statistics_of(cases: Sequence[Case], volumes: OpenVolumes, kind: Normalization) -> tuple[Statistics, Statistics]:
     """What is subtracted from, and what divides, the voxels of each case and channel: (cases, channels) each.
 
     Uses whole volumes, even if a split has cut them: a prediction sees them whole. Without `volume`, nothing is
@@ -202,7 +202,7 @@ def statistics_of(
             return list(measure(volumes.get(refs[number])))
         return None
 
-    found = remember_all(STATISTICS_FILE, keys, lambda missing: _in_threads(measured, missing, progress), _is_pair)
+    found = remember_all(STATISTICS_FILE, keys, lambda missing: _in_threads(measured, missing), _is_pair)
     for place, pair in zip(places, found, strict=True):
         means[place], stds[place] = pair if pair is not None else (0.0, 1.0)
     return means, stds

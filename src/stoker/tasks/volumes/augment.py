@@ -248,7 +248,7 @@ def _interpolate(image: Tensor, coordinates: Sequence[Tensor], shape: Sequence[i
         torch.lerp(near, far, z, out=out)
 
 
-def _spread(length: int, spacing: float) -> Floats:
+def _spline_weights(length: int, spacing: float) -> Floats:
     """The weights (length, control points) of a cubic B-spline through points that are `spacing` voxels apart."""
     places = np.arange(length) / spacing
     numbers = np.arange(-1, int(places[-1]) + 3)
@@ -263,7 +263,7 @@ def draw_deformation(
     """A smooth random displacement of a patch's points, with this standard deviation in voxels; a pure function of the
     key. Control points (3, z, y, x), and for each axis their weights (voxels, control points)."""
     # Control points so far apart that neighbouring voxels do not change places.
-    weights = [_spread(length, max(8.0, 8 * size)) for length in patch]
+    weights = [_spline_weights(length, max(8.0, 8 * size)) for length in patch]
     shape = (3, *(one.shape[1] for one in weights))
     chance, angle = uniforms(np.array([key], np.uint64), ELASTIC, 2 * math.prod(shape)).reshape(2, *shape)
     normals = np.sqrt(-2 * np.log1p(-chance)) * np.cos(2 * np.pi * angle)

@@ -149,18 +149,15 @@ def reading_options(
             f"{count(max(1, ranks) * processes, 'process', 'processes')}, {size_text(share)} each; "
             "loader=thread has one cache for all workers of a rank"
         )
+    # Chunks are kept by tensorstore, decoded pages and files by us: two caches only if the data needs both. Files of
+    # .npy and .nii are mapped, and need none.
+    suffixes = {suffix_of(ref.location) for case in cases for ref in case.refs} - {".npy", ".nii"}
+    caches = {"pages" if suffix.startswith((".tif", ".nii")) else "chunks" for suffix in suffixes}
     return ReadingOptions(
-        # Chunks are kept by tensorstore, decoded pages and files by us: two caches only if the data needs both.
-        cache_bytes=share // max(1, _caches(cases)),
+        cache_bytes=share // max(1, len(caches)),
         missing_chunks="fill" if config.missing_chunks == "fill" else "error",
         copy=cache_place(config.cache_dir, config.cache_size),
     )
-
-
-def _caches(cases: Sequence[Case]) -> int:
-    """How many kinds of cache these volumes need; .npy and .nii files are mapped, and need none."""
-    suffixes = {suffix_of(ref.location) for case in cases for ref in case.refs}
-    return len({"pages" if suffix.startswith((".tif", ".nii")) else "chunks" for suffix in suffixes - {".npy", ".nii"}})
 
 
 @dataclass(frozen=True)

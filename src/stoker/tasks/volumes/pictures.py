@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.tasks.contact_sheet import Picture, SheetRow
-from stoker.tasks.volumes.formats.volume import Region, Volume, as_shape
+from stoker.tasks.volumes.formats.volume import Volume, slab
 
 Pixels = NDArray[np.uint8]
 Plane = NDArray[Any]
@@ -70,9 +70,7 @@ def worst_cuts(image: Volume, label: Plane, prediction: Plane, ignore: int | Non
         counts = wrong[axis] if wrong[axis].any() else foreground[axis]
         position = int(counts.argmax())
         plane = label.take(position, axis)
-        start, stop = [0, 0, 0], list(image.shape)
-        start[axis], stop[axis] = position, position + 1
-        grey = as_grey(image.read(Region(as_shape(start), as_shape(stop))).squeeze(axis))
+        grey = as_grey(image.read(slab(image.shape, axis, position, position + 1)).squeeze(axis))
         cuts.append(
             Cut(axis, position, grey, plane, prediction.take(position, axis), _known(plane, ignore),
                 int(wrong[axis][position]))
@@ -99,7 +97,7 @@ def plain(grey: Pixels) -> Pixels:
 
 
 def with_classes(grey: Pixels, classes: Plane, known: NDArray[np.bool_] | None = None) -> Pixels:
-    """The image with the classes but 0 in their colours."""
+    """The image with every class except 0 in its colour."""
     pixels = np.repeat(grey[..., None], 3, axis=2).astype(np.float32)
     for number in np.unique(classes):
         if number > 0:

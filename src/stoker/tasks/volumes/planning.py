@@ -220,7 +220,7 @@ def _prediction(config: Config, facts: VolumeFacts, costs: StepCosts) -> Predict
 
 
 def volume_findings(config: Config, torch_version: str) -> Iterator[Finding]:
-    """What costs time without a reason."""
+    """What makes a step slower than it has to be."""
     patch = patch_of(config)
     divisor = divisor_of(config.model, patch)
     padded = [-(-edge // step) * step for edge, step in zip(patch, divisor, strict=True)]

@@ -13,7 +13,7 @@ from stoker.core.errors import UserError
 from stoker.core.units import count
 from stoker.loader.rng import mix_numbers
 from stoker.tasks.volumes.cases.cases import Case
-from stoker.tasks.volumes.formats.volume import Region, Shape, as_shape, whole
+from stoker.tasks.volumes.formats.volume import Shape, slab, whole
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,7 @@ def _regions(case: Case, shape: Shape, rule: SplitRule) -> tuple[list[Case], lis
     first, last = (rule.fold * shape[axis] // rule.folds, (rule.fold + 1) * shape[axis] // rule.folds)
 
     def part(begin: int, end: int) -> list[Case]:
-        if end <= begin:
-            return []
-        start, stop = [0, 0, 0], list(shape)
-        start[axis], stop[axis] = begin, end
-        return [replace(case, box=Region(as_shape(start), as_shape(stop)))]
+        return [replace(case, box=slab(shape, axis, begin, end))] if end > begin else []
 
     return part(0, first - rule.margin) + part(last + rule.margin, shape[axis]), part(first, last)
 

@@ -147,7 +147,7 @@ def measure(volume: Volume) -> tuple[float, float]:
     NaN and infinite voxels do not count. A volume without any variation has the deviation 1, to divide by."""
     count, total, squares = 0, 0.0, 0.0
     shift: float | None = None
-    for z, y, x in itertools.product(*(_spread(size) for size in volume.shape)):
+    for z, y, x in itertools.product(*(_block_starts(size) for size in volume.shape)):
         block = box_at((z, y, x), (BLOCK, BLOCK, BLOCK)).within(volume.shape)
         voxels = volume.read(block).astype(np.float64)
         voxels = voxels[np.isfinite(voxels)]
@@ -213,7 +213,7 @@ def _is_pair(value: Any) -> bool:
     return numbers and bool(np.isfinite(value).all()) and value[1] > 0
 
 
-def _spread(size: int) -> list[int]:
+def _block_starts(size: int) -> list[int]:
     """Where blocks begin along an axis: four of them, evenly spread; a short axis is read whole."""
     if size <= BLOCKS_PER_AXIS * BLOCK:
         return list(range(0, size, BLOCK))

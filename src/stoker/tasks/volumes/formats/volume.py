@@ -62,6 +62,13 @@ def whole(shape: Shape) -> Region:
     return Region((0, 0, 0), shape)
 
 
+def slab(shape: Shape, axis: int, first: int, last: int) -> Region:
+    """The planes of a volume from `first` up to, but not including, `last` across an axis."""
+    start, stop = [0, 0, 0], list(shape)
+    start[axis], stop[axis] = first, last
+    return Region(as_shape(start), as_shape(stop))
+
+
 def box_at(start: Shape, shape: Shape) -> Region:
     """The region of this shape that begins at `start`."""
     return Region(start, as_shape([a + size for a, size in zip(start, shape, strict=True)]))

@@ -79,9 +79,6 @@ class LabelIndex:
         """Why the labels of a case cannot be read, by its id."""
         self._loaded: LruCache[int, LabelMap] = LruCache(_LOADED_AT_ONCE)
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def __getitem__(self, case: int) -> LabelMap:
         return self._loaded.get(case, lambda: self._open(self._files[case]))
 
@@ -163,12 +160,12 @@ def map_labels(case: str, label: Volume, rules: LabelRules) -> LabelMap:
     step = max(1, SLAB_VOXELS // (height * width))
     for first in range(0, depth, step):
         last = min(first + step, depth)
-        slab = label.read(Region((first, 0, 0), (last, height, width)))
-        rules.check_values(case, label.name, slab)
-        numbers = _counts(slab, rules.classes)
+        voxels = label.read(Region((first, 0, 0), (last, height, width)))
+        rules.check_values(case, label.name, voxels)
+        numbers = _counts(voxels, rules.classes)
         for number, found in enumerate(numbers):
             if found:
-                sampled[number].add(found, (slab == number).reshape(-1), first * height * width)
+                sampled[number].add(found, (voxels == number).reshape(-1), first * height * width)
     return LabelMap(
         label.shape, np.array([one.count for one in sampled], np.int64), tuple(one.places for one in sampled)
     )

@@ -16,7 +16,7 @@ from stoker.config import load_config
 from stoker.loader.rng import sample_keys
 from stoker.profile.host import HostConfig, fit_to_machine, read_machine
 from stoker.tasks.volumes.augment import build_volume_augment
-from stoker.tasks.volumes.data import open_data, open_loader, training_plan
+from stoker.tasks.volumes.data import open_data, open_training_loader, training_plan
 from stoker.tasks.volumes.formats.volume import ArrayVolume
 from stoker.tasks.volumes.patches.patches import TransformRange, draw_transforms
 from stoker.tasks.volumes.pictures import as_grey, worst_cuts
@@ -48,7 +48,7 @@ def test_the_pictures_are_the_first_batches_of_training(config: Path) -> None:
     assert np.random.get_state()[1].tolist() == before[1]
     plan = training_plan(settings, data)
     augment = build_volume_augment(settings, *data.statistics(data.train), torch.float32)
-    loader = open_loader(settings, plan, data.reading, workers=0)
+    loader = open_training_loader(settings, data)
     patches = []
     for batch, _ in zip(loader.epoch(0), range(3), strict=False):
         inputs, labels = augment.prepare(batch, Uploader(None).copy)

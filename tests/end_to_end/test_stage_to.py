@@ -20,6 +20,7 @@ from stoker.io import cache
 from stoker.io.local_copy import LocalCopy
 from stoker.loader.loader import BatchLoader
 from stoker.profile.host import fit_to_machine, read_machine
+from stoker.tasks.building import loader_options
 from stoker.tasks.images import classify
 from stoker.tasks.images.data import open_data, open_loader
 from stoker.tasks.images.image_staging import stage_images
@@ -80,7 +81,8 @@ def open_volumes(root: str | Path, *overrides: str) -> Read:
     reading = data.reading if staging is None else replace(data.reading, copy=staging.place)
     follow = None if staging is None else staging.follow
     plan = volumes.training_plan(config, data)
-    return volumes.open_loader(config, plan, reading, workers=config.num_workers, follow=follow), staging, said
+    options = loader_options(config, config.num_workers)
+    return volumes.PatchLoader(plan, reading, options, follow=follow), staging, said
 
 
 def stream(loader: BatchLoader[Any], epoch: int) -> list[str]:

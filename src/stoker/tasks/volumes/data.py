@@ -393,29 +393,14 @@ def _open_maker(plan: PatchPlan, reading: ReadingOptions, lookahead: int) -> Pat
     return PatchMaker(plan, PatchReader(OpenVolumes(reading), plan.layout.row_bytes, lookahead))
 
 
-def open_loader(
-    config: Config,
-    plan: PatchPlan,
-    reading: ReadingOptions,
-    *,
-    workers: int,
-    held: int = 1,
-    quarantine_file: Path | None = None,
-    follow: Follow | None = None,
-    say: Say = lambda _line: None,
-) -> PatchLoader:
-    """A loader over a plan, with the config's settings for how batches are made; for a consumer that holds `held`
-    batches when it asks for the next."""
-    return PatchLoader(plan, reading, loader_options(config, workers, held, quarantine_file), say, follow)
-
-
 def measure_speed(config: Config, data: VolumeData, *, workers: int, seconds: float) -> LoaderSpeed:
     """How fast the loader makes training batches for a consumer that takes no time."""
     # Long enough that no epoch ends within the measurement, however fast the host.
     wanted = max(workers + 4, int(seconds * MOST_PATCHES_PER_WORKER_SECOND * max(1, workers)) // config.batch_size)
     endless = {"steps_per_epoch": wanted, "limit_train_batches": None, "gradient_accumulation": 1}
     plan = training_plan(config.model_copy(update=endless), data)
-    return measure_loader(partial(open_loader, config, plan, data.reading, workers=workers), workers, seconds)
+    options = loader_options(config, workers)
+    return measure_loader(lambda: PatchLoader(plan, data.reading, options), workers, seconds)
 
 
 def _bytes_of(place: str) -> int | None:
@@ -427,4 +412,4 @@ def _bytes_of(place: str) -> int | None:
 
 def open_training_loader(config: HostConfig, data: VolumeData) -> PatchLoader:
     """The loader of one process, without a model to feed."""
-    return open_loader(config, training_plan(config, data), data.reading, workers=config.num_workers)
+    return PatchLoader(training_plan(config, data), data.reading, loader_options(config, config.num_workers))

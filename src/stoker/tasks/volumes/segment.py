@@ -25,13 +25,14 @@ from stoker.tasks.building import (
     describe_schedule,
     input_dtype,
     input_pipeline,
+    loader_options,
     ready_device,
     ready_model,
     train_step,
 )
 from stoker.tasks.device_copies import Copy
 from stoker.tasks.volumes.augment import VolumePrepare, build_volume_augment, build_volume_eval
-from stoker.tasks.volumes.data import PatchLoader, VolumeData, open_loader, training_plan, validation_plan
+from stoker.tasks.volumes.data import PatchLoader, VolumeData, training_plan, validation_plan
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.tasks.volumes.networks import build_volume_model
 from stoker.tasks.volumes.patches.labels import LabelRules
@@ -56,10 +57,8 @@ def build_run(config: HostConfig, data: VolumeData, context: RunContext) -> Run:
     train, val = training_plan(config, data, ranks), validation_plan(config, data, ranks)
 
     def load(plan: PatchPlan, held: int) -> PatchLoader:
-        return open_loader(
-            config, plan, reading, workers=config.num_workers, held=held, quarantine_file=context.quarantine_file,
-            follow=follow if plan is train else make_way, say=say,
-        )  # fmt: skip
+        options = loader_options(config, config.num_workers, held, context.quarantine_file)
+        return PatchLoader(plan, reading, options, say, follow if plan is train else make_way)
 
     dtype = input_dtype(config, device)
     augment = build_volume_augment(config, *data.statistics(data.train), dtype)

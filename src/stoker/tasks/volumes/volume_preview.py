@@ -23,6 +23,7 @@ from stoker.core.redact import redact_text
 from stoker.core.units import count
 from stoker.loader.sampler import excerpt
 from stoker.profile.host import HostConfig
+from stoker.tasks.building import loader_options
 from stoker.tasks.contact_sheet import (
     LARGEST_SIDE,
     InputRange,
@@ -36,7 +37,7 @@ from stoker.tasks.contact_sheet import (
     range_text,
 )
 from stoker.tasks.volumes.augment import VolumePrepare, build_volume_augment, build_volume_eval
-from stoker.tasks.volumes.data import VolumeData, open_loader, training_plan
+from stoker.tasks.volumes.data import PatchLoader, VolumeData, training_plan
 from stoker.tasks.volumes.intensity import draw_changes
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.pictures import AXES, as_grey, plain, with_classes
@@ -153,7 +154,8 @@ def _look_at(
 ) -> Iterator[PatchSeen]:
     # In this thread: for a few patches, starting workers would take longer.
     alone = config.model_copy(update={"loader": "thread", "pin_memory": False})
-    loader = open_loader(alone, replace(plan, steps=excerpt(np.array([position]))), data.reading, workers=0)
+    only = replace(plan, steps=excerpt(np.array([position])))
+    loader = PatchLoader(only, data.reading, loader_options(alone, workers=0))
     try:
         batch = next(iter(loader.epoch(epoch)))
     finally:

@@ -318,10 +318,14 @@ def split_rule(config: Config) -> SplitRule:
     return SplitRule(config.split_by, config.folds, config.fold, config.split_margin, config.subset_seed)
 
 
-def patch_rule(config: Config) -> PatchRule:
+def patch_of(config: Config) -> Shape:
     assert config.patch_size is not None, "the config was checked"
+    return config.patch_size
+
+
+def patch_rule(config: Config) -> PatchRule:
     return PatchRule(
-        config.patch_size, config.seed, config.small_volumes, config.foreground_patches, transform_range(config)
+        patch_of(config), config.seed, config.small_volumes, config.foreground_patches, transform_range(config)
     )
 
 

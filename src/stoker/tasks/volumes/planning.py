@@ -22,7 +22,7 @@ from stoker.loader.rng import sample_keys
 from stoker.tasks import building
 from stoker.tasks.plan_facts import DataFacts, PlanPart, StepCosts
 from stoker.tasks.volumes.augment import memory_format_of, transform_range
-from stoker.tasks.volumes.data import label_rules, list_cases, reading_options, survey_cases
+from stoker.tasks.volumes.data import label_rules, list_cases, patch_of, reading_options, survey_cases
 from stoker.tasks.volumes.formats.opening import OpenVolumes
 from stoker.tasks.volumes.formats.volume import Shape, as_shape, sizes_text
 from stoker.tasks.volumes.losses import build_volume_loss
@@ -127,11 +127,6 @@ def traceable_step(config: Config, facts: VolumeFacts | None = None) -> Traceabl
         plain_batch((channels, *patch), target=patch, dtype=dtype, memory_format=memory_format_of(config)),
         checkpointed=None if config.gradient_checkpointing else traceable_step(checkpointing, facts),
     )  # fmt: skip
-
-
-def patch_of(config: Config) -> Shape:
-    assert config.patch_size is not None, "the config was checked"
-    return config.patch_size
 
 
 @dataclass(frozen=True)

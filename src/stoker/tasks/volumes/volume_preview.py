@@ -37,7 +37,7 @@ from stoker.tasks.contact_sheet import (
     range_text,
 )
 from stoker.tasks.volumes.augment import VolumePrepare, build_volume_augment, build_volume_eval
-from stoker.tasks.volumes.data import PatchLoader, VolumeData, training_plan
+from stoker.tasks.volumes.data import PatchLoader, VolumeData, patch_of, training_plan
 from stoker.tasks.volumes.intensity import draw_changes
 from stoker.tasks.volumes.patches.patch_collate import PatchBatch, PatchPlan
 from stoker.tasks.volumes.pictures import AXES, as_grey, plain, with_classes
@@ -251,9 +251,8 @@ def _validation(preview: PatchesSeen) -> SheetSection:
 
 def training_settings(config: Config) -> list[str]:
     """The settings that change a patch, without those that are off."""
-    assert config.patch_size is not None, "the config was checked"
     words = [
-        f"{' × '.join(map(str, config.patch_size))} voxels",
+        f"{' × '.join(map(str, patch_of(config)))} voxels",
         f"{config.foreground_patches:.0%} drawn around foreground",
     ]
     flips = [f"{axis} {chance:g}" for axis, chance in zip(AXES, config.volume_flips, strict=True) if chance]

@@ -39,6 +39,7 @@ os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 # tensorstore reports ABORTED when its own retries have failed.
 _PASSING, _REFUSED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"), ("PERMISSION_DENIED", "UNAUTHENTICATED")
+_PROFILE_FILES = {"credentials_file": "AWS_SHARED_CREDENTIALS_FILE", "config_file": "AWS_CONFIG_FILE"}
 
 
 def open_zarr(location: str, level: int, options: ReadingOptions) -> ZarrVolume:

@@ -55,6 +55,7 @@ FLAGS = {"-P", "-B", "-u", "-E", "-s"}
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SUBREAPER, _PARENT_DEATH = 36, 1  # options of prctl
+_COLLAPSE, _HUGE = 25, 2**21  # advice of madvise, and the bytes of a huge page
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _ROOM = 60_000
 """Characters of a command line, and of an environment, that a warm process can show in /proc."""
@@ -201,7 +202,20 @@ def serve_imported(descriptor: int, parent: int) -> None:
         setattr(import_module(module_name), name, seconds)
     gc.collect()
     gc.freeze()  # a collection would write to all memory that forks share
+    _use_huge_pages()
     _serve(socket.socket(fileno=descriptor), parent)
+
+
+def _use_huge_pages() -> None:
+    """Puts our memory into huge pages where the kernel can (Linux 6.1). A fork and its end handle every page: with
+    0.5 GB that takes 33 ms of CPU in small pages and 9 ms in huge ones, and every program takes three forks."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        words = line.split()
+        if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):
+            begin, end = (int(address, 16) for address in words[0].split("-"))
+            begin, end = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
+            if begin < end:  # one that cannot is left as it is
+                _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE)
 
 
 def _serve(channel: socket.socket, parent: int) -> None:

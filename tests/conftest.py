@@ -51,6 +51,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # otherwise nanobind reports triton's objects as leaked
+
+
 @pytest.fixture(scope="session")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReadyProcess]:
     """Starts real `stoker` processes."""
@@ -103,6 +107,22 @@ def yaml_file(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def disk_of(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of the size that is asked for."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount(size: str) -> Path:
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], capture_output=True).returncode:
+            pytest.skip("mounting a small file system is not permitted here")
+        return disk
+
+    yield mount
+    if disk.is_mount():
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture

@@ -110,8 +110,7 @@ def test_options_reach_the_prediction(places: Path, tmp_path: Path, capsys: pyte
     assert np.array_equal(tifffile.imread(tmp_path / image.name), wanted)
 
 
-@pytest.mark.parametrize("file_format", ["tiff", "zarr"])
-@pytest.mark.parametrize("kind", ["float16", "uint8"])
+@pytest.mark.parametrize(("file_format", "kind"), [("tiff", "float16"), ("zarr", "uint8")])
 def test_probabilities_are_stored_in_either_form(
     places: Path, tmp_path: Path, file_format: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

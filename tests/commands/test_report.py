@@ -54,11 +54,6 @@ def test_two_runs_get_a_separate_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert page_path_for([a]) == a / "report.html"
 
 
-def test_a_run_without_a_clock_says_what_its_page_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(write_run(tmp_path / "run", clock=False))]) == 0
-    assert "clock.jsonl has no steps:" in capsys.readouterr().err
-
-
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")
     (tmp_path / "file").write_text("")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ def train(ready: ReadyProcess, tmp_path: Path, data: Path) -> Any:
     return run
 
 
-def test_an_empty_class_folder(train: Any, data: Path) -> None:
-    (data / "train" / "class3").mkdir()
-    (data / "val" / "class3").mkdir()
-    done = train()
-    assert done.code == 0, done.err
-    assert f"1 class folder of {data}/train without images: class3" in done.err
-
-
 def test_a_single_class_is_refused(train: Any, data: Path) -> None:
     for split in ("train", "val"):
         for name in ("class1", "class2"):
@@ -45,20 +36,6 @@ def test_a_single_class_is_refused(train: Any, data: Path) -> None:
     done = train()
     assert done.code == 1
     assert "train has only one class, class0" in done.err
-
-
-def test_a_validation_class_that_training_lacks(train: Any, data: Path) -> None:
-    shutil.copytree(data / "val" / "class0", data / "val" / "stranger")
-    done = train()
-    assert done.code == 1
-    assert "stranger" in done.err
-
-
-def test_a_missing_data_root_names_the_nearest_folder_that_exists(train: Any, data: Path, tmp_path: Path) -> None:
-    done = train(f"data_root={data}/imagenet/2012")
-    assert done.code == 1
-    assert f"{data}/imagenet/2012 does not exist\n  {data} exists and contains train, val" in done.err
-    assert not (tmp_path / "runs" / "tiny" / "checkpoints").exists()
 
 
 def test_a_batch_larger_than_the_data(train: Any) -> None:
@@ -107,15 +84,6 @@ def test_a_corrupt_last_checkpoint_falls_back_to_the_one_before(train: Any, tmp_
     ]
 
 
-def test_a_run_without_a_whole_checkpoint_does_not_silently_start_over(train: Any, tmp_path: Path) -> None:
-    assert train().code == 0
-    for file in (tmp_path / "runs" / "tiny" / "checkpoints").iterdir():
-        file.write_bytes(file.read_bytes()[:1000])
-    done = train()
-    assert done.code == 1
-    assert "holds no whole checkpoint" in done.err
-
-
 def test_a_missing_or_invalid_checkpoint_to_resume_from(train: Any, tmp_path: Path) -> None:
     done = train("--resume", "nowhere.ckpt")
     assert done.code == 1
@@ -126,20 +94,10 @@ def test_a_missing_or_invalid_checkpoint_to_resume_from(train: Any, tmp_path: Pa
     assert "is a zip file, as torch.save writes it" in done.err
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A 6 MB disk: room for one checkpoint but not for a second one next to it."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", folder], capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs permissions that this user does not have")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 def test_a_full_disk_keeps_the_saved_checkpoint_and_training_continues(
-    train: Any, small_disk: Path, tmp_path: Path
+    train: Any, disk_of: Callable[[str], Path]
 ) -> None:
+    small_disk = disk_of("6m")
     keys = {"runs_dir": str(small_disk), "save_top_k": 0, "checkpoint_every_steps": 2, "batch_size": 4}
     first = train("--force", **keys)
     assert first.code == 0, first.err

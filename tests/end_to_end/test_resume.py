@@ -63,17 +63,6 @@ def test_an_interrupted_run_ends_bit_identical(
         )
 
 
-def test_a_different_number_of_workers_gives_the_same_bits(
-    tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
-) -> None:
-    runs = []
-    for name, keys in (("none", {}), ("threads", {"num_workers": 2, "loader": "thread"})):
-        (tmp_path / name).mkdir()
-        train_until(write_config(tmp_path / name, images, epochs=1, **keys))
-        runs.append(tmp_path / name / "runs" / "tiny")
-    assert_same_end(*runs)
-
-
 def test_a_named_checkpoint_is_used_for_the_first_start_only(
     tmp_path: Path, images: Path, train_until: Callable[..., Ledger]
 ) -> None:

@@ -33,6 +33,7 @@ from tests.support.layouts import images_of, write_parquet, write_tars
 from tests.support.proxy import Proxy
 from tests.support.ready_process import ReadyProcess
 from tests.support.s3_server import S3Server
+from tests.support.staging import files_of
 from tests.support.tiny_training import assert_same_end, steps_done, write_config, write_images
 from tests.support.tiny_volumes import write_volumes
 
@@ -96,14 +97,6 @@ def _digest(batch: Any) -> str:
     # A row is longer than what was read into it.
     parts = [part.numpy() for slot in range(len(batch)) for part in batch.region(slot)]
     return hashlib.sha1(b"".join(part.tobytes() for part in parts)).hexdigest()
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(".stage")
-    }
 
 
 def assert_whole_copy(copy: Path, source: Path, url: str) -> None:

@@ -62,12 +62,3 @@ def test_an_unknown_gpu_is_refused_before_anything_is_measured(stoker: Run, data
     ended = stoker("bench", "data", data, "--gpu", "a100-08")
     assert ended.code == 2
     assert "did you mean a100-80?" in ended.err
-
-
-@pytest.mark.parametrize("place", ["nowhere", "nowhere.yaml"])
-def test_a_folder_that_does_not_exist_is_named(stoker: Run, tmp_path: Path, place: str) -> None:
-    ended = stoker("bench", "data", tmp_path / place)
-    assert ended.code in (1, 2)
-    assert "nowhere" in ended.err
-    assert "Traceback" not in ended.err
-    assert ended.out == ""

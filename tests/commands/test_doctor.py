@@ -152,12 +152,6 @@ def test_contradictory_arguments_are_refused(
     assert expected in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_a_run_is_an_error_with_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        assert main(["doctor", str(folder)]) == 1
-        assert "hint:" in capsys.readouterr().err
-
-
 @pytest.mark.release
 def test_a_config_is_tried_for_seconds(stoker: Run, tmp_path: Path) -> None:
     from stoker.tasks.demo import write_digits

@@ -185,13 +185,11 @@ def test_training_on_a_pack_is_training_on_its_source(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--longest", "500"], "--longest is for images"),
         (["--median", "4"], "--median 4"),
         (["--clip", "9"], "--clip 9"),
         (["--scale", "1,2"], "--scale 1,2"),
         (["--scale", "0.5", "--spacing", "1"], "exclude each other"),
         (["--dtype", "int8"], "--dtype int8"),
-        (["--layout", "row"], "--layout row"),
     ],
 )
 def test_wrong_options_exit_2_and_write_nothing(
@@ -202,12 +200,6 @@ def test_wrong_options_exit_2_and_write_nothing(
     assert expected in told
     assert "hint:" in told
     assert not (tmp_path / "packed").exists()
-
-
-def test_options_of_volumes_are_refused_for_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "images" / "cat").mkdir(parents=True)
-    assert packs(tmp_path / "images", tmp_path / "packed", "--median", "3") == 2
-    assert "--median is for volumes" in capsys.readouterr().err
 
 
 def test_a_full_disk_names_the_volume_and_leaves_no_partial_file(

@@ -38,13 +38,6 @@ def test_a_single_class_is_refused(train: Any, data: Path) -> None:
     assert "train has only one class, class0" in done.err
 
 
-def test_a_batch_larger_than_the_data(train: Any) -> None:
-    done = train("batch_size=64")
-    assert done.code == 1
-    assert "24 training images are fewer than one batch of 64" in done.err
-    assert "batch_size=24 or less" in done.err
-
-
 def test_a_checkpoint_of_another_model_names_what_differs(train: Any) -> None:
     assert train().code == 0
     done = train("model=test_convnext2", "ema_decay=0.9")

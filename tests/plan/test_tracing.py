@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.plan.tracing import CannotTrace, Trace, cuda_autocast_rules, trace_step
+from stoker.plan.autocast import cuda_autocast_rules
+from stoker.plan.tracing import CannotTrace, Trace, trace_step
 from stoker.plan.vram import largest_that_fits, plain_peak, trace_batches
 from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.train.step import TraceableStep, plain_batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.attach.operators import aten, bytes_of, is_channels_last, operator_facts
 from stoker.core.errors import StokerError, UserError
+from stoker.plan.autocast import cuda_autocast_rules
 from stoker.plan.records import Phase, TracedOp
 from stoker.train.compute import Precision
 from stoker.train.ema import WeightAverage
@@ -54,15 +54,14 @@ def make_fake(model: nn.Module) -> None:
         both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for held in both:
             for name, tensor in held.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = tensor, _fake_of(tensor)
-                    held[name] = made[id(tensor)][1]
-
-
-def _fake_of(tensor: Tensor) -> Tensor:
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = tensor, fake
+                held[name] = made[id(tensor)][1]
 
 
 # Records every operator of a step: what it allocates, when that is freed, and what it computes.
@@ -106,10 +105,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._default = before
 
-    def begin_step(self, *, watch_ops: bool) -> None:
+    @contextmanager
+    def step(self, *, watch_ops: bool) -> Iterator[None]:
+        """What happens inside is a step; with `watch_ops`, its operators are recorded too."""
         self._stage, self._watch_ops, self._going_back = "forward", watch_ops, False
-
-    def end_step(self) -> None:
+        yield
         self._stage = None
 
     def begin_update(self, *_: Any) -> None:
@@ -149,8 +149,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fresh and phase == "forward":
             self._recognise_weight_copies(func, given, fresh)
         if phase is not None:
-            if "convolution" in func.__name__:
-                self._borrow(convolution_workspace(func, args, kwargs, out))
+            for size in filter(None, convolution_workspace(func, args, kwargs, out)):
+                self.events += [len(self.storages), ~len(self.storages)]
+                self.storages.append(TracedStorage(size, None, "workspace"))
             if self._watch_ops:
                 facts = operator_facts(func, args, kwargs, out, given, made, fresh, phase)
                 if facts is not None:
@@ -191,13 +192,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._living[key] = number, weakref.ref(storage, freed)
         return True
 
-    def _borrow(self, sizes: Iterable[int]) -> None:
-        """Records memory that an operator allocates and frees internally."""
-        for size in sizes:
-            if size:
-                self.events += [len(self.storages), ~len(self.storages)]
-                self.storages.append(TracedStorage(size, None, "workspace"))
-
     def _keep_for_backward(self) -> None:
         """Whatever is left of the forward pass when the backward pass begins was kept for it."""
         self._going_back = True
@@ -231,7 +225,7 @@ class Trace:
     events: tuple[int, ...]
     """In order, from building the model to the end of the second step: `n` allocates piece n, `~n` frees it."""
     ops: tuple[TracedOp, ...]
-    """Allocations of the second step, in order."""
+    """Operators of the second step, in order."""
     parameters: int
     """Number of scalar parameters."""
     trained_bytes: int
@@ -268,14 +262,7 @@ def trace_step(step: TraceableStep, batch: int | None = None) -> Trace:
     """Two training steps with this batch size (default: the step's own); raises CannotTrace."""
     batch = step.batch_size if batch is None else batch
     model = build_without_memory(step.build_model)
-    recorder = Recorder()
-    with (
-        torch.random.fork_rng(devices=[]),
-        cuda_autocast_rules(),
-        _naming_operators(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        recorder,
-    ):
+    with torch.random.fork_rng(devices=[]), _recording() as recorder:
         _run(step, batch, model, recorder)
     return _traced(recorder, batch, model)
 
@@ -312,11 +299,10 @@ def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) 
     batches = _DeviceBatches(step, batch, recorder)
     result: Any = None
     for number in range(TRACED_STEPS):
-        recorder.begin_step(watch_ops=number == TRACED_STEPS - 1)
-        result = train_step([Pending(batch, batches.take) for _ in range(step.accumulation)], number)
-        if ema is not None:
-            ema.update()
-        recorder.end_step()
+        with recorder.step(watch_ops=number == TRACED_STEPS - 1):
+            result = train_step([Pending(batch, batches.take) for _ in range(step.accumulation)], number)
+            if ema is not None:
+                ema.update()
         recorder.mark([weight.grad for weight in model.parameters() if weight.grad is not None], "gradients")
         state = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)]
         recorder.mark(state, "optimizer")
@@ -326,17 +312,14 @@ def _run(step: TraceableStep, batch: int, model: nn.Module, recorder: Recorder) 
 def trace_forward(step: TraceableStep, batch: int) -> Trace:
     """One forward pass of the network without gradients, as in a prediction; raises CannotTrace."""
     model = build_without_memory(step.build_model)
-    recorder = Recorder()
-    with cuda_autocast_rules(), _naming_operators(), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+    with _recording() as recorder:
         with recorder.making("parameters"):
             make_fake(model)
         model.eval()
         with recorder.making("batch"):
             inputs = step.make_batch(batch).inputs
-        recorder.begin_step(watch_ops=True)
-        with torch.no_grad(), Precision(step.precision, torch.device("cpu")).autocast():
+        with recorder.step(watch_ops=True), torch.no_grad(), Precision(step.precision, torch.device("cpu")).autocast():
             output = model(inputs)
-        recorder.end_step()
         del output
     return _traced(recorder, batch, model)
 
@@ -369,130 +352,19 @@ def _in_order(events: list[int]) -> Iterator[int]:
 
 
 @contextmanager
-def _naming_operators() -> Iterator[None]:
+def _recording() -> Iterator[Recorder]:
+    """What runs inside is recorded, on fake tensors, with CUDA's precisions; raises CannotTrace."""
     try:
-        yield
+        with cuda_autocast_rules(), FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder:
+            yield recorder
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CannotTrace(str(error.func), "its result depends on values, not only on shapes") from error
     except UnsupportedOperatorException as error:
         raise CannotTrace(str(error.func), "torch does not know the shape of its result") from error
 
 
-# CUDA's autocast rules on CPU tensors: which operators use half precision, and which float32.
-#
-# Fake tensors have to be CPU tensors (fake CUDA tensors fail in backward without a GPU), and the CPU has other lists:
-# it leaves softmax, the norms and interpolation in half precision, for instance, while CUDA uses float32 and twice the
-# memory. While a step is traced, CUDA's lists (ATen/autocast_mode.h of torch 2.15) replace the CPU's.
-# Still different: the old form of `norm`, and losses over embeddings, which no vision model calls.
-
-# AT_FORALL_FP32, without those also in the CPU's list.
-FLOAT32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
-    "rms_norm", "group_norm", "cosine_similarity", "soft_margin_loss", "dist", "renorm", "logsumexp",
-    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
-    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
-)  # fmt: skip
-# AT_FORALL_FP32_SET_OPT_DTYPE: the result becomes float32 in the same kernel, without a copy of the input.
-FLOAT32_RESULT = ("cumprod", "cumsum", "sum", "sum.dim_IntList")
-# AT_FORALL_LOWER_PRECISION_FP, without those in the CPU's list.
-HALF = ("prelu", "mv", "addmv", "addr")
-# Converted to float32 on the CPU, left alone on CUDA.
-UNTOUCHED = ("avg_pool3d",)
-# On CUDA, composed of operators with rules of their own; the CPU makes a float32 copy first.
-COMPOSED = ("cross_entropy_loss",)
-
-
-@contextmanager
-def cuda_autocast_rules() -> Iterator[None]:
-    """Inside, autocast on CPU tensors follows CUDA's lists, in all threads of this process."""
-    library: Any = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about each kernel that we replace
-            for name, rule in _rules():
-                library.impl(name, rule, "AutocastCPU")
-        yield
-    finally:
-        library._destroy()
-
-
-def _rules() -> Iterator[tuple[str, Callable[..., Any]]]:
-    known = [(FLOAT32, _in_float32), (FLOAT32_RESULT, _to_float32), (HALF, _in_half), (UNTOUCHED, _as_it_is)]
-    for names, rule in known:
-        yield from ((name, rule(_operator(name))) for name in names if _operator(name) is not None)
-    yield from ((name, _operator(name).decompose) for name in COMPOSED)
-    yield "softmax.int", _softmax(torch.ops.aten.softmax.int, torch.ops.aten._softmax.default)
-    yield "log_softmax.int", _softmax(torch.ops.aten.log_softmax.int, torch.ops.aten._log_softmax.default)
-
-
-def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-
-
-def _without_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
-
-
-def _cast(arguments: Any, dtype: torch.dtype) -> Any:
-    def one(value: Any) -> Any:
-        eligible = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-        return value.to(dtype) if eligible else value
-
-    return pytree.tree_map(one, arguments)
-
-
-def _in_float32(operator: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
-            return operator(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
-
-    return call
-
-
-def _in_half(operator: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cpu")
-        with _without_autocast():
-            return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
-
-    return call
-
-
-def _to_float32(operator: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if args[0].is_floating_point() and args[0].dtype != torch.float64 and kwargs.get("dtype") is None:
-            kwargs["dtype"] = torch.float32
-        with _without_autocast():
-            return operator(*args, **kwargs)
-
-    return call
-
-
-def _as_it_is(operator: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
-            return operator(*args, **kwargs)
-
-    return call
-
-
-def _softmax(operator: Any, kernel: Any) -> Callable[..., Any]:
-    """CUDA's kernel reads half precision and writes float32; the CPU's would need a copy of its input."""
-
-    def call(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-        with _without_autocast():
-            if values.dtype in (torch.float16, torch.bfloat16) and dtype in (None, torch.float32):
-                return kernel(values, dim, True)
-            return operator(values, dim, dtype)
-
-    return call
-
-
 def convolution_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
-    """Bytes of workspace that cuDNN uses for a convolution, kernel by kernel.
+    """Bytes of workspace that cuDNN uses for a convolution, kernel by kernel, and frees at once; none otherwise.
 
     By rule, because there is no cuDNN to ask. Its tensor-core kernels (half precision, and float32 as TF32) work on
     channels-last data; contiguous tensors are first converted into its workspace ('Tensor Layouts In Memory: NCHW vs

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from bench.rounds import keep
-from stoker.plan.roofline import step_seconds
+from stoker.plan.roofline import AllReduce, step_seconds
 from stoker.plan.tracing import Trace, trace_step
 from stoker.profile.datasheets import load_datasheet
 from stoker.train.step import TraceableStep, plain_batch
@@ -168,7 +168,7 @@ def predict(row: Row) -> dict[str, Any]:
     trace = traced(row.model, row.batch, row.size, row.precision, row.channels_last)
     took = step_seconds(
         trace.ops, load_datasheet(row.gpu), channels_last=row.channels_last, compiled=row.fused,
-        gradient_bytes=trace.trained_bytes, gpus=row.gpus,
+        all_reduce=AllReduce(trace.trained_bytes, row.gpus),
     )  # fmt: skip
     rate = row.batch * row.gpus / took.total_s
     return asdict(row) | {

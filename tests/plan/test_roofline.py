@@ -8,7 +8,7 @@ import pytest
 
 from stoker.plan import roofline
 from stoker.plan.records import Phase, TracedOp
-from stoker.plan.roofline import all_reduce_seconds, kind_of, step_seconds
+from stoker.plan.roofline import AllReduce, kind_of, step_seconds
 from stoker.profile.datasheets import load_datasheet
 
 A100 = load_datasheet("a100-80")
@@ -113,19 +113,19 @@ def test_a_compiled_chain_is_read_once_and_written_once() -> None:
 def test_gradients_are_sent_during_the_backward_pass() -> None:
     backward = op("convolution_backward", "backward", gflop=20_000, read=900, written=900)
     hundred_mb = 100 * MB
-    alone = step_seconds([backward], A100, channels_last=True, gradient_bytes=hundred_mb)
-    eight = step_seconds([backward], A100, channels_last=True, gradient_bytes=hundred_mb, gpus=8)
-    sending = all_reduce_seconds(hundred_mb, A100, 8)
+    alone = step_seconds([backward], A100, channels_last=True, all_reduce=AllReduce(hundred_mb, 1))
+    eight = step_seconds([backward], A100, channels_last=True, all_reduce=AllReduce(hundred_mb, 8))
+    sending = AllReduce(hundred_mb, 8).seconds(A100)
     assert sending == pytest.approx(2 * 7 / 8 * hundred_mb / (300e9 * roofline.NVLINK_EFFICIENCY))
     exposed = eight.device_s - alone.device_s
     assert exposed == pytest.approx(sending * roofline.BUCKET_BYTES / hundred_mb), "the last bucket waits for the end"
     short = op("convolution_backward", "backward", gflop=1, read=1, written=1)
-    bare = step_seconds([short], A100, channels_last=True, gradient_bytes=hundred_mb, gpus=8)
+    bare = step_seconds([short], A100, channels_last=True, all_reduce=AllReduce(hundred_mb, 8))
     assert bare.by_kind["communication"] > sending * 0.9
 
 
 def test_pcie_and_the_network_are_slower_than_nvlink() -> None:
-    inside = all_reduce_seconds(MB, A100, 8)
-    assert all_reduce_seconds(MB, load_datasheet("rtx4090"), 8) > 10 * inside
-    assert all_reduce_seconds(MB, A100, 8, nodes=2) > 10 * inside
-    assert all_reduce_seconds(MB, A100, 1) == 0
+    inside = AllReduce(MB, 8).seconds(A100)
+    assert AllReduce(MB, 8).seconds(load_datasheet("rtx4090")) > 10 * inside
+    assert AllReduce(MB, 8, nodes=2).seconds(A100) > 10 * inside
+    assert AllReduce(MB, 1).seconds(A100) == 0

@@ -13,7 +13,7 @@ from stoker.loader.loader import DEFAULT_PREFETCH, choose_engine
 from stoker.loader.loader_memory import STATED, LoaderMemory
 from stoker.plan.host_memory import HostShape, LoaderSettings, open_files_budget, ram_budget, shm_budget
 from stoker.plan.records import Budget, Plan, RamBudget, Rate, ScalingRow, VramBudget
-from stoker.plan.roofline import step_seconds
+from stoker.plan.roofline import AllReduce, step_seconds
 from stoker.plan.timing import StorageKind, loader_rate, time_budget, time_findings
 from stoker.plan.tracing import Trace
 from stoker.plan.vram import trace_vram
@@ -179,8 +179,8 @@ def step_s_of(job: PlannedRun, trace: Trace) -> float | None:
         return None
     return step_seconds(
         trace.ops, hardware.sheet, channels_last=config.channels_last, compiled=config.compile_model,
-        tf32=config.matmul_precision != "highest", gradient_bytes=trace.trained_bytes, gpus=hardware.gpus,
-        nodes=hardware.nodes,
+        tf32=config.matmul_precision != "highest",
+        all_reduce=AllReduce(trace.trained_bytes, hardware.gpus, hardware.nodes),
     ).total_s  # fmt: skip
 
 

@@ -64,6 +64,28 @@ _FUSED: tuple[Kind, ...] = ("pointwise", "normalisation")
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """The gradients that all devices add up in every step, around a ring."""
+
+    gradient_bytes: int
+    gpus: int
+    """Per node."""
+    nodes: int = 1
+
+    def seconds(self, sheet: Datasheet) -> float:
+        """Each byte passes every link twice, except the device's own share."""
+        world = self.gpus * self.nodes
+        if world <= 1 or self.gradient_bytes <= 0:
+            return 0.0
+        efficiency = PCIE_EFFICIENCY if sheet.interconnect_bytes_per_second is None else NVLINK_EFFICIENCY
+        slowest = sheet.peer_bytes_per_second * efficiency
+        if self.nodes > 1:
+            network = NETWORK_BYTES_PER_SECOND * NETWORK_EFFICIENCY
+            slowest = min(slowest, network) if self.gpus > 1 else network
+        return 2 * (world - 1) / world * self.gradient_bytes / slowest
+
+
+@dataclass(frozen=True)
 class StepTime:
     total_s: float
     by_kind: dict[str, float]
@@ -84,11 +106,9 @@ def step_seconds(
     channels_last: bool,
     compiled: bool = False,
     tf32: bool = True,
-    gradient_bytes: int = 0,
-    gpus: int = 1,
-    nodes: int = 1,
+    all_reduce: AllReduce | None = None,
 ) -> StepTime:
-    """The time of a traced step; with several devices, including the exposed part of the gradient all-reduce."""
+    """The time of a traced step, including the part of the all-reduce that the backward pass does not hide."""
     todo = list(_fused(ops)) if compiled else list(ops)
     by_kind: dict[str, float] = {}
     backward_s = 0.0
@@ -100,26 +120,12 @@ def step_seconds(
             by_kind["layout"] = by_kind.get("layout", 0.0) + layout
         if op.phase == "backward":
             backward_s += seconds + layout
-    sending_s = all_reduce_seconds(gradient_bytes, sheet, gpus, nodes)
-    if sending_s > 0:
-        last_bucket_s = sending_s * min(1.0, BUCKET_BYTES / gradient_bytes)
+    if all_reduce is not None and (sending_s := all_reduce.seconds(sheet)) > 0:
+        last_bucket_s = sending_s * min(1.0, BUCKET_BYTES / all_reduce.gradient_bytes)
         by_kind["communication"] = max(sending_s - backward_s, last_bucket_s)
     device_s = sum(by_kind.values())
     host_s = 0.0 if sheet.is_cpu else len(todo) * (HOST_COMPILED_S if compiled else HOST_S)
     return StepTime(max(device_s, host_s), by_kind, device_s, host_s)
-
-
-def all_reduce_seconds(gradient_bytes: int, sheet: Datasheet, gpus: int, nodes: int = 1) -> float:
-    """A ring over all devices: each byte passes every link twice, except the device's own share."""
-    world = gpus * nodes
-    if world <= 1 or gradient_bytes <= 0:
-        return 0.0
-    efficiency = PCIE_EFFICIENCY if sheet.interconnect_bytes_per_second is None else NVLINK_EFFICIENCY
-    slowest = sheet.peer_bytes_per_second * efficiency
-    if nodes > 1:
-        network = NETWORK_BYTES_PER_SECOND * NETWORK_EFFICIENCY
-        slowest = min(slowest, network) if gpus > 1 else network
-    return 2 * (world - 1) / world * gradient_bytes / slowest
 
 
 def kind_of(op: TracedOp) -> Kind:

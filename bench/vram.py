@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from bench.rounds import keep
 from bench.vram_networks import DilatedFcn, nnunet, planned_patch
 from stoker.config import Config
 from stoker.plan.tracing import Trace, trace_step
-from stoker.plan.vram import CONTEXT, EAGER_CONTEXT, outside_bytes, plain_peak, replay, trace_vram
+from stoker.plan.vram import CONTEXT, MIB, outside_bytes, replay, trace_vram
 from stoker.tasks.images.models import build_model, cross_entropy
 from stoker.tasks.volumes.losses import build_volume_loss
 from stoker.train.optimizers import build_optimizer
@@ -38,6 +38,17 @@ UNITS = {"mib": 1000 << 20, "gib": 1 << 30, "gb": 1e9}
 CPU_WITHIN = 0.10
 CPU_CASES = (("resnet18", 32), ("resnet50", 16))
 A10G_BYTES = int(22.06 * (1 << 30))
+EAGER_CONTEXT = 1000 * MIB
+"""Before CUDA 11.7, which loads kernels when they are first called (pytorch issues 107667 and 109888)."""
+
+
+def plain_peak(events: Iterable[int], sizes: Sequence[int]) -> int:
+    """The most bytes in use at once without rounding or caching: a CPU's malloc."""
+    used = peak = 0
+    for event in events:
+        used += sizes[event] if event >= 0 else -sizes[~event]
+        peak = max(peak, used)
+    return peak
 
 
 def network_of(row: dict[str, Any]) -> Callable[[], nn.Module]:

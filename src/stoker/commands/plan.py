@@ -50,8 +50,9 @@ def plan(
     model is traced on tensors without memory. Exits with 1 if something does not fit.
     """
     from stoker.core.console import Answer, print_answer, say
-    from stoker.plan.planning import WantedMachine, plan_config, write_tier_configs
+    from stoker.plan.planning import WantedMachine, plan_config
     from stoker.plan.summary import plan_text, plot_plan
+    from stoker.plan.tiers import write_tier_configs
 
     wanted = WantedMachine(gpu, cpus, ram, shm, disk, price, storage, samples, measure, cores)
     planned = plan_config(config, overrides or (), wanted)

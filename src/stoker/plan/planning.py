@@ -1,10 +1,10 @@
-"""The steps of `stoker plan`, in order: config, machine, data, trace, plan; and the configs of its tiers."""
+"""The steps of `stoker plan`, in order: config, machine, data, trace, plan."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +13,8 @@ from typing import Any
 from stoker.config import Config, config_values, load_config
 from stoker.config.fields import parse_bytes
 from stoker.config.reading import load_for_command
-from stoker.config.reference import write_scalar
 from stoker.core.console import progress_bar, say_notes
 from stoker.core.errors import StokerError, UsageError
-from stoker.core.files import write_text
 from stoker.io.cache import copied_bytes
 from stoker.loader.loader_memory import STATED
 from stoker.plan.break_even import ANY_DISK
@@ -35,7 +33,7 @@ from stoker.plan.records import Plan
 from stoker.plan.roofline import step_seconds
 from stoker.plan.timing import CLOUD_THREADS_PER_CORE, SECOND_THREAD_GAIN, cores_worth, read_storage
 from stoker.plan.tracing import CannotTrace, trace_forward, trace_step
-from stoker.plan.vram import VramSearch, outside_bytes, parts_at_peak, replay, usage_under
+from stoker.plan.vram import outside_bytes, parts_at_peak, replay, usage_under
 from stoker.profile.accelerators import measure_cpu
 from stoker.profile.datasheets import Datasheet, datasheet_for_device, load_datasheet
 from stoker.profile.host import HostConfig, Machine, fit_to_machine, physical_cores, read_machine, usable_cpus
@@ -115,7 +113,12 @@ def plan_config(path: Path, overrides: Sequence[str], wanted: WantedMachine) -> 
     say_notes(notes)
     with progress_bar("listing", None) as advance:
         data = task_for(config).plan_facts(config, wanted.samples, advance)
-    job = PlannedRun(config, hardware, data, _measured(config, hardware, wanted))
+    measured = MeasuredHere(STATED, None, used_by_others_bytes() if hardware.is_here else None)
+    if wanted.measure:
+        with progress_bar("measuring the loader", None):
+            memory, speed = loader_memory(), samples_per_core_second(config)
+        measured = replace(measured, loader_memory=memory, images_per_core_second=speed)
+    job = PlannedRun(config, hardware, data, measured)
     with progress_bar("tracing the step", None):
         needs = trace_needs(job)
         plan = with_part(make_plan(job, needs, name=path.name), job, needs)
@@ -192,57 +195,6 @@ def cpu_caveats(cpus: int) -> list[str]:
     return said
 
 
-def write_tier_configs(planned: Planned, folder: Path) -> list[Path]:
-    """Writes a config for each tier, based on the planned one, with the settings that fit the machine."""
-    folder.mkdir(parents=True, exist_ok=True)
-    base = planned.path.resolve()
-    written = []
-    for setting in tiers_of(planned):
-        path = folder / f"{planned.path.stem}_{setting.tier.name}.yaml"
-        if path.resolve() == base:
-            raise UsageError("tier-is-its-base", f"{path} would overwrite the config it builds on", hint="another DIR")
-        write_text(path, _tier_text(setting, base, planned.overridden))
-        written.append(path)
-    return written
-
-
-def tiers_of(planned: Planned) -> list[TierSetting]:
-    job, vram_bytes = planned.job, planned.job.hardware.vram_bytes
-    searches = {
-        compiled: VramSearch(job.step, job.config.batch_size, compiled=compiled, gpus=job.hardware.world)
-        for compiled in (False, True)
-    }
-
-    def largest_batch(share: float, compiled: bool) -> int | None:
-        return None if vram_bytes is None else searches[compiled].largest(int(share * vram_bytes))
-
-    def plan_with(keys: dict[str, object]) -> Plan:
-        config = job.config.model_copy(update=keys)
-        vram = searches[config.compile_model].budget(config.batch_size, vram_bytes)
-        step_s = planned.needs.step_s
-        scaled = None if step_s is None else step_s * config.batch_size / job.config.batch_size
-        return make_plan(replace(job, config=config), StepNeeds(vram, scaled), scaling=False)
-
-    return choose_tiers(
-        plan_with, largest_batch, cpus_per_gpu=job.hardware.cpus / job.hardware.gpus, most_samples=job.data.samples
-    )
-
-
-def _tier_text(setting: TierSetting, base: Path, overridden: dict[str, Any]) -> str:
-    plan = setting.plan
-    lines = [f"# {setting.tier.name}: {setting.tier.about}.", f"# Planned for {plan.hardware}:"]
-    if plan.vram is not None and plan.vram.limit_bytes is not None:
-        lines.append(f"# {plan.vram.peak_bytes / 1e9:.1f} of {plan.vram.limit_bytes / 1e9:.1f} GB of VRAM,")
-    if plan.ram.limit_bytes is not None:
-        lines.append(f"# {plan.ram.total_bytes / 1e9:.1f} of {plan.ram.limit_bytes / 1e9:.1f} GB of RAM.")
-    if plan.time.images_per_second is not None:
-        lines.append(f"# About {plan.time.images_per_second:,.0f} {plan.unit}/s, bound by the {plan.time.bound_by}.")
-    lines += [f"base: {write_scalar(str(base))}", ""]
-    keys = overridden | setting.keys
-    lines += [f"{key}: {write_scalar(value)}" for key, value in keys.items()]
-    return "\n".join(lines) + "\n"
-
-
 def _accelerator(config: Config, wanted: WantedMachine, machine: Machine, *, for_start: bool) -> _Accelerator:
     named = wanted.gpu or (config.accelerator if machine.accelerators or not for_start else None)
     if named is not None:
@@ -256,14 +208,6 @@ def _accelerator(config: Config, wanted: WantedMachine, machine: Machine, *, for
             sheet_here = datasheet_for_device(torch.cuda.get_device_name(0))
             return _Accelerator(sheet_here, torch.cuda.mem_get_info(0)[1], torch.cuda.device_count())
     return _Accelerator(None if for_start else measure_cpu(), None, 1, on_cpu=True)
-
-
-def _measured(config: HostConfig, hardware: Hardware, wanted: WantedMachine) -> MeasuredHere:
-    others = used_by_others_bytes() if hardware.is_here else None
-    if not wanted.measure:
-        return MeasuredHere(STATED, None, others)
-    with progress_bar("measuring the loader", None):
-        return MeasuredHere(loader_memory(), samples_per_core_second(config), others)
 
 
 def _bytes(option: str, text: str | None) -> int | None:
@@ -302,91 +246,6 @@ def _existing(folder: Path) -> Path:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
-
-
-@dataclass(frozen=True)
-class Tier:
-    name: str
-    share_of_vram: float
-    """The rest is for validation, other library versions, and other processes on the device."""
-    share_of_ram: float
-    """The rest is for the page cache, which saves reading files twice."""
-    share_of_cores: float
-    prefetch: int
-    compiles: bool
-    about: str
-
-
-# Workers and batches in flight as commonly recommended for 16 cores (8, 12, 16 workers; 2, 3, 4 batches each); the
-# batch size follows from the traced memory.
-TIERS = (
-    Tier("conservative", 0.50, 0.50, 0.50, 2, False, "leaves room for whatever else runs on the machine"),
-    Tier("balanced", 0.65, 0.65, 0.75, 3, True, "recommended"),
-    Tier("aggressive", 0.85, 0.80, 1.00, 4, True, "close to the limits: try it for an epoch before leaving it alone"),
-)
-
-
-@dataclass(frozen=True)
-class TierSetting:
-    tier: Tier
-    keys: dict[str, object]
-    """The config keys it sets."""
-    plan: Plan
-
-
-def choose_tiers(
-    plan_with: Callable[[dict[str, object]], Plan],
-    largest_batch: Callable[[float, bool], int | None],
-    *,
-    cpus_per_gpu: float,
-    most_samples: int | None,
-) -> list[TierSetting]:
-    """The keys of each tier, reduced until their plan stays within the tier's shares.
-
-    `plan_with` plans with these keys; `largest_batch` returns the largest batch within a share of the VRAM, compiled or
-    not, or None without an accelerator: then the batch size of the config stays.
-    """
-    found = []
-    for tier in TIERS:
-        keys: dict[str, object] = {
-            "num_workers": max(1, round(cpus_per_gpu * tier.share_of_cores)),
-            "prefetch_factor": tier.prefetch,
-            "compile_model": tier.compiles,
-        }
-        batch = largest_batch(tier.share_of_vram, tier.compiles)
-        if batch is not None:
-            keys["batch_size"] = round_batch(min(batch, most_samples or batch))
-        plan = plan_with(keys)
-        while not _keeps(plan, tier.share_of_ram) and (smaller := _smaller(keys)):
-            keys = smaller
-            plan = plan_with(keys)
-        found.append(TierSetting(tier, keys, plan))
-    return found
-
-
-def round_batch(batch: int) -> int:
-    """Rounds down to a batch size that suits tensor cores: a multiple of 32, or of 8 if small, or as it is."""
-    for step in (32, 8):
-        if batch >= 4 * step:
-            return batch // step * step
-    return max(1, batch)
-
-
-def _keeps(plan: Plan, share: float) -> bool:
-    ram, shm = plan.ram, plan.shm
-    return (ram.limit_bytes is None or ram.total_bytes <= share * ram.limit_bytes) and shm.fits is not False
-
-
-def _smaller(keys: dict[str, object]) -> dict[str, object] | None:
-    """Fewer batches in flight first, then fewer workers; that order costs the least speed."""
-    prefetch, workers = keys["prefetch_factor"], keys["num_workers"]
-    assert isinstance(prefetch, int)
-    assert isinstance(workers, int)
-    if prefetch > 2:
-        return {**keys, "prefetch_factor": prefetch - 1}
-    if workers > 1:
-        return {**keys, "num_workers": workers - max(1, workers // 4)}
-    return None
 
 
 def with_part(plan: Plan, job: PlannedRun, needs: StepNeeds) -> Plan:

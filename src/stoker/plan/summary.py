@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.core.console import finding_lines, format_table
 from stoker.core.units import duration_text, number_text, size_text
-from stoker.plan.records import Plan, Rate, ScalingRow, TimeBudget, VramBudget
+from stoker.plan.records import Plan, ScalingRow, TimeBudget, VramBudget
 from stoker.plan.timing import FED
 
 BAR = 32
@@ -83,17 +83,14 @@ def _time_lines(plan: Plan) -> list[str]:
     for name, rate in sorted(rates.items(), key=lambda item: item[1].images_per_second):
         lines.append(f"  {name:<{width}}  {number_text(rate.images_per_second):>9} {plan.unit}/s  {rate.source}")
     if (theirs := time.torch_loader) is not None:
-        lines.append(f"  torch's DataLoader with PIL on the same cores: {_theirs(theirs, rates, plan.unit)}")
+        text = f"{number_text(theirs.images_per_second)} {plan.unit}/s, {theirs.source}"
+        device = next((name for name in ("accelerator", "model") if name in rates), None)
+        share = 1.0 if device is None else theirs.images_per_second / rates[device].images_per_second
+        slower = "" if share >= FED else f"; that is {share:.0%} of what the {device} can take"
+        lines.append(f"  torch's DataLoader with PIL on the same cores: {text}{slower}")
     if time.step_s is not None:
         lines.append("  " + ", ".join(filter(None, [f"{time.step_s * 1e3:,.0f} ms per step", _duration_line(time)])))
     return lines
-
-
-def _theirs(rate: Rate, rates: Mapping[str, Rate], unit: str) -> str:
-    text = f"{number_text(rate.images_per_second)} {unit}/s, {rate.source}"
-    device = next((name for name in ("accelerator", "model") if name in rates), None)
-    share = 1.0 if device is None else rate.images_per_second / rates[device].images_per_second
-    return text if share >= FED else f"{text}; that is {share:.0%} of what the {device} can take"
 
 
 def _duration_line(time: TimeBudget) -> str:

@@ -126,77 +126,77 @@ def time_findings(time: TimeBudget, job: PlannedRun, config: str) -> list[Findin
     """What would have to change for the accelerator to be the slowest part, and the speed-up from it.
 
     `config` is the file to name in a command."""
-    hardware, data, unit = job.hardware, job.data, job.task.unit
-    cpus, nodes, on_cpu = hardware.cpus, hardware.nodes, hardware.on_cpu
-    sample_bytes, dataset_bytes = data.sample_bytes, data.dataset_bytes
     accelerator = time.rates.get("accelerator")
     if accelerator is None or time.images_per_second is None:
         return []
     wanted = accelerator.images_per_second
-    device, devices = ("model", "model") if on_cpu else ("accelerator", "accelerators")
-    if time.images_per_second >= FED * wanted:
-        if "loader" not in time.rates:
-            return []  # what else would be slower is not known
-        return [
-            Finding(f"the {device} is the slowest part: more cores or storage would not help", name="accelerator-bound")
-            if not on_cpu
-            else Finding("the model is the slowest part: faster storage would not help", name="model-bound")
-        ]
-    found = []
-    loader, storage = time.rates.get("loader"), time.rates.get("storage")
-    others = min((rate.images_per_second for name, rate in time.rates.items() if name != "loader"), default=wanted)
-    if loader is not None and loader.images_per_second < FED * wanted:
-        slow = loader.images_per_second
-        needed_cpus = cpus * wanted / slow
-        kind = "cores" if hardware.cores in (None, cpus) else "vCPUs"
+    if time.images_per_second < FED * wanted:
+        return [*_loader_findings(time, job, wanted), *_storage_findings(time, job, wanted, config)]
+    if "loader" not in time.rates:
+        return []  # what else would be slower is not known
+    if job.hardware.on_cpu:
+        return [Finding("the model is the slowest part: faster storage would not help", name="model-bound")]
+    said = "the accelerator is the slowest part: more cores or storage would not help"
+    return [Finding(said, name="accelerator-bound")]
+
+
+def _loader_findings(time: TimeBudget, job: PlannedRun, wanted: float) -> list[Finding]:
+    loader, pace = time.rates.get("loader"), time.images_per_second
+    hardware, data, unit = job.hardware, job.data, job.task.unit
+    if loader is None or pace is None or loader.images_per_second >= FED * wanted:
+        return []
+    slow, cpus, nodes = loader.images_per_second, hardware.cpus, hardware.nodes
+    others = min(rate.images_per_second for name, rate in time.rates.items() if name != "loader")
+    kind = "cores" if hardware.cores in (None, cpus) else "vCPUs"
+    found = [
+        Finding(
+            f"{cpus * nodes} {kind} prepare {slow:,.0f} {unit}/s, the {_takers(job)} can take {wanted:,.0f}: "
+            f"that would need {cpus * wanted / slow * nodes:.0f} {kind}",
+            f"more {kind}, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
+            _at_most(others / pace),
+            name="loader-bound",
+        )
+    ]
+    packed = 0.0 if data.figures is None else slow * data.figures.packing_speedup
+    gain = min(packed, others) / pace
+    if gain > 1.02 and (data.sample_bytes is None or data.sample_bytes >= PACKED_BYTES):
         found.append(
             Finding(
-                f"{cpus * nodes} {kind} prepare {slow:,.0f} {unit}/s, the {devices} can take {wanted:,.0f}: "
-                f"that would need {needed_cpus * nodes:.0f} {kind}",
-                f"more {kind}, or num_workers={max(1, round(cpus * SHARE_OF_CORES))} if it is lower",
-                _at_most(others / time.images_per_second),
-                name="loader-bound",
-            )
-        )
-        packed = 0.0 if data.figures is None else slow * data.figures.packing_speedup
-        gain = min(packed, others) / time.images_per_second
-        if gain > 1.02 and (sample_bytes is None or sample_bytes >= PACKED_BYTES):
-            found.append(
-                Finding(
-                    f"packed at 500 px, the same cores prepare about {packed:,.0f} {unit}/s",
-                    "stoker pack DATA_ROOT PACKED --longest 500 --quality 90",
-                    _at_most(gain),
-                    name="packing-helps",
-                )
-            )
-    if storage is not None and storage.images_per_second < FED * wanted and sample_bytes is not None:
-        needed = wanted * sample_bytes
-        message = (
-            f"storage delivers {size_text(storage.images_per_second * sample_bytes)}/s, "
-            f"the {devices} can take {size_text(needed)}/s"
-        )
-        rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
-        nearer = staging_fix(
-            config, is_config=True, root=job.config.data_root, size_bytes=dataset_bytes, disk=hardware.room
-        )
-        now = storage.images_per_second
-        pays = None if dataset_bytes is None else break_even(
-            dataset_bytes, now * sample_bytes, needed=rest * sample_bytes
-        )  # fmt: skip
-        if pays is not None and pays.epochs is not None and nearer.share == 1:
-            message += f"; {break_even_text(pays)}"
-        if nearer.about:
-            message += f" ({nearer.about})"
-        faster = rest if nearer.share == 1 else min(rest, now / (1 - nearer.share))
-        found.append(
-            Finding(
-                message,
-                nearer.fix,
-                _at_most(faster / time.images_per_second) if nearer.share else None,
-                name="storage-bound",
+                f"packed at 500 px, the same cores prepare about {packed:,.0f} {unit}/s",
+                "stoker pack DATA_ROOT PACKED --longest 500 --quality 90",
+                _at_most(gain),
+                name="packing-helps",
             )
         )
     return found
+
+
+def _storage_findings(time: TimeBudget, job: PlannedRun, wanted: float, config: str) -> list[Finding]:
+    storage, pace = time.rates.get("storage"), time.images_per_second
+    sample_bytes, dataset_bytes = job.data.sample_bytes, job.data.dataset_bytes
+    if storage is None or pace is None or sample_bytes is None or storage.images_per_second >= FED * wanted:
+        return []
+    now = storage.images_per_second
+    message = (
+        f"storage delivers {size_text(now * sample_bytes)}/s, "
+        f"the {_takers(job)} can take {size_text(wanted * sample_bytes)}/s"
+    )
+    rest = min(rate.images_per_second for name, rate in time.rates.items() if name != "storage")
+    nearer = staging_fix(
+        config, is_config=True, root=job.config.data_root, size_bytes=dataset_bytes, disk=job.hardware.room
+    )
+    if dataset_bytes is not None and nearer.share == 1:
+        pays = break_even(dataset_bytes, now * sample_bytes, needed=rest * sample_bytes)
+        if pays is not None and pays.epochs is not None:
+            message += f"; {break_even_text(pays)}"
+    if nearer.about:
+        message += f" ({nearer.about})"
+    faster = rest if nearer.share == 1 else min(rest, now / (1 - nearer.share))
+    return [Finding(message, nearer.fix, _at_most(faster / pace) if nearer.share else None, name="storage-bound")]
+
+
+def _takers(job: PlannedRun) -> str:
+    return "model" if job.hardware.on_cpu else "accelerators"
 
 
 def _at_most(speedup: float) -> Estimate:

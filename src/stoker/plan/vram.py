@@ -167,15 +167,6 @@ def replay(events: Iterable[int], sizes: Sequence[int], limit: int | None = None
     return Usage(allocator.reserved_peak, peak, peak_event)
 
 
-def plain_peak(events: Iterable[int], sizes: Sequence[int]) -> int:
-    """The most bytes in use at once without rounding or caching: a CPU's malloc."""
-    used = peak = 0
-    for event in events:
-        used += sizes[event] if event >= 0 else -sizes[~event]
-        peak = max(peak, used)
-    return peak
-
-
 # Any batch size from two traces: what does not depend on the batch stays, everything else grows in proportion.
 
 # Nobody trains with more samples in one pass; without a bound, a model without activations would be searched forever.
@@ -309,10 +300,8 @@ def _bytes(tensors: list[Tensor]) -> int:
 MIB = 1 << 20
 
 # The driver's own structures and the loaded kernels, which nvidia-smi counts and torch does not. Since CUDA 11.7,
-# kernels are loaded when they are first called: 300 to 400 MB (pytorch issues 107667 and 109888). Before that, all of
-# them were loaded at the start: more than 1,000 MB (same issues).
+# kernels are loaded when they are first called: 300 to 400 MB (pytorch issues 107667 and 109888).
 CONTEXT = 400 * MIB
-EAGER_CONTEXT = 1000 * MIB
 # cuBLAS: ':4096:2:16:8' up to Ampere and Ada, 32 MiB from Hopper on (parseChosenWorkspaceSize in ATen's
 # CublasHandlePool.cpp); cuBLASLt 1 MiB more (pytorch 73328). We assume the larger one: 24 MiB do not matter.
 CUBLAS_WORKSPACE = 33 * MIB

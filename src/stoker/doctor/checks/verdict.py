@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from stoker.core.units import count, duration_text, size_text
-from stoker.doctor.checks import beyond_waiting, contention, cores, samples, script_habits, storage
+from stoker.doctor.checks import beyond_waiting, contention, cores, memory, samples, script_habits, storage, threads
 from stoker.doctor.checks.facts import DoctorCheck, Facts
 from stoker.doctor.diagnosis import Diagnosis, Need, Prediction
 from stoker.profile.observed import Observed
 
-MODULES = (samples, contention, storage, cores, beyond_waiting, script_habits)
+MODULES = (samples, contention, storage, cores, beyond_waiting, threads, memory, script_habits)
 """In order: why the loop waits for data (needless work, then what stops the workers, what blocks them, and what they
 compute), and everything else. Among checks with the same loss, the first that fires names the cause."""
 CHECKS = tuple(check for module in MODULES for check in vars(module).values() if isinstance(check, DoctorCheck))
@@ -26,20 +26,18 @@ def judge(observed: Observed, predictions: tuple[Prediction, ...] = ()) -> Diagn
         key=lambda each: each.speedup.expected if each.speedup else 0.0,
         reverse=True,
     )
+    unknown = "the loop waits for data, and what the workers did meanwhile could not be measured"
+    if not observed.steps:
+        why = "; ".join(observed.missing) or "there is nothing to diagnose"
+        unknown = f"no training step was observed; {why}"
     return Diagnosis(
         verdict="unknown" if verdict is None else verdict.name,
-        line=_unknown(observed) if first is None or verdict is None else f"{first.words}: {verdict.seen}",
+        line=unknown if first is None or verdict is None else f"{first.words}: {verdict.seen}",
         findings=tuple(rest) if verdict is None else (verdict, *rest),
         observed=observed,
         predictions=predictions,
         needs=needs_against_has(facts),
     )
-
-
-def _unknown(observed: Observed) -> str:
-    if not observed.steps:
-        return "no training step was observed; " + ("; ".join(observed.missing) or "there is nothing to diagnose")
-    return "the loop waits for data, and what the workers did meanwhile could not be measured"
 
 
 def needs_against_has(facts: Facts) -> tuple[Need, ...]:

@@ -31,7 +31,8 @@ from torchvision import transforms
 from bench.rounds import Spread, keep
 from stoker.attach import fetching, sampling, session
 from stoker.attach.session import start
-from stoker.attach.stages import DECODE, timed
+from stoker.attach.stage_clock import DECODE
+from stoker.attach.stages import timed
 
 LARGEST_RATIO = 1.02
 """For 20 ms steps."""

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bench.quiet import busy_seconds
-from stoker.attach.stages import read_schedule
+from stoker.attach.stage_clock import read_schedule
 from stoker.loader.loader import LoaderOptions
 from stoker.loader.threads import ThreadEngine
 from stoker.profile.observed import BatchTime, HostFacts, LoaderShape, LoopTimes, Observed

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from stoker.attach.stages import read_schedule
+from stoker.attach.stage_clock import read_schedule
 from stoker.profile.batch_costs import BatchClock, BatchCost, StageCost
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from stoker.attach import ring, session
 from stoker.attach.habits import DEEPEST, Watched, array_bytes
 from stoker.attach.sampling import Spots, sampler, survive_forks
-from stoker.attach.stages import COLLATE, FETCH, READ_AND_DECODE, SOCKET, StageClock, here
+from stoker.attach.stage_clock import COLLATE, FETCH, READ_AND_DECODE, SOCKET, StageClock, here
 
 # Asking how much was read takes 5 µs, twice, and adding up arrays as long: for every batch at first, then for some.
 ALWAYS_BELOW, THEN_EVERY = 16, 8

@@ -19,7 +19,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.attach.session import Session
-from stoker.attach.stages import here
+from stoker.attach.stage_clock import here
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
-from stoker.attach.stages import STAGE_COUNT
+from stoker.attach.stage_clock import STAGE_COUNT
 
 VERSION = 4
 MAGIC = b"STKR"

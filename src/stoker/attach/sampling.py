@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from stoker.attach import ring
-from stoker.attach.stages import StageClock
+from stoker.attach.stage_clock import StageClock
 
 # Different intervals in turn: with a single one, a loop of the same period would always be seen at the same line.
 INTERVALS_S = (0.021, 0.029, 0.024, 0.031, 0.022)

@@ -167,15 +167,17 @@ def patch(name: str, module: Any) -> None:
             from stoker.attach.iterating import patch_loaders, patch_optimizers
 
             (patch_loaders if name == LOADERS else patch_optimizers)(module)
-        else:
-            from stoker.attach import watched_loop
+        elif name == MODULES:
+            from stoker.attach.watched_loop import modes
 
-            if name == MODULES:
-                watched_loop.modes.patch(module)
-            elif name in SCALERS:
-                watched_loop.patch_scalers(module)
+            modes.patch(module)
+        else:
+            from stoker.attach.precision import patch_scalers, wanted
+
+            if name in SCALERS:
+                patch_scalers(module)
             elif (opened := current()) is not None and opened.traces:
-                watched_loop.wanted.watch(module.autocast)
+                wanted.watch(module.autocast)
     except Exception as error:  # the script comes first
         _note(f"{name} could not be timed: {type(error).__name__}: {error}")
 

@@ -1,5 +1,5 @@
 """What a training loop does again and again: reads values from the device, trains in eval mode, keeps what it has
-computed, scales a loss that was computed in 32 bits.
+computed.
 
 Reads are counted for some dozen steps, and then no longer: afterwards torch's own methods are back. Containers and the
 model's mode are looked at now and then.
@@ -16,8 +16,9 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from stoker.attach.habits import COUNTED
+from stoker.attach.precision import wanted
 from stoker.attach.sampling import LIBRARY, USERS, sampler
-from stoker.attach.session import Session, current
+from stoker.attach.session import Session
 
 if TYPE_CHECKING:
     from stoker.attach.operators import StepTrace
@@ -201,27 +202,20 @@ class GrowingContainers:
                     self._weigh(name, value, opened)
 
     def _weigh(self, name: str, value: Any, opened: Session) -> None:
-        if type(value) in COUNTED:
-            size = len(value)
-        else:
-            size = _added_up(value)
-            if not size:
-                return
+        size = len(value) if type(value) in COUNTED else _added_up(value)
+        if not size and type(value) not in COUNTED:
+            return
         first = self._first.setdefault(name, size)
         if size < first + GREW or size < SAY_AGAIN * self._said.get(name, 0):
             return
         self._said[name] = size
-        newest = _newest(value)
+        newest = value
+        if isinstance(value, (list, deque, dict)):
+            newest = next(reversed(value.values() if isinstance(value, dict) else value), None)
         opened.say(
             held=name, before=first, now=size, keyed=isinstance(value, dict),
             keeps_graph=getattr(newest, "grad_fn", None) is not None,
         )  # fmt: skip
-
-
-def _newest(value: Any) -> Any:
-    if isinstance(value, (list, deque)):
-        return value[-1] if value else None
-    return next(reversed(value.values()), None) if isinstance(value, dict) else value
 
 
 def _added_up(value: Any) -> int:
@@ -277,11 +271,10 @@ class Loop:
         """Records one step, from the batch that begins it to the one that begins the next. Several batches may make an
         update, and several optimizers one step."""
         if self._traced is not None:
-            batches, steps = self._batches - self._traced_from[0], self.steps - self._traced_from[1]
-            if steps:
+            if self.steps > self._traced_from[1]:
                 traced, self._traced = self._traced, None
                 opened.traces = False
-                traced.end(batches, opened)
+                traced.end(self._batches - self._traced_from[0], opened)
         elif self.steps >= TRACE_FROM:
             from stoker.attach.operators import StepTrace, uses_compile
 
@@ -307,121 +300,3 @@ class Loop:
 
 
 modes = Modes()
-
-
-# A scaled loss knows whether it was computed in 16 bits at all: autocast leaves a conversion in its autograd graph for
-# each weight. The first loss may be one of a sanity check; a second look settles it.
-LOOK_AT = (2, 6)
-MOST_NODES = 50_000
-# Operations that autocast would run in 16 bits; a loss without any of them says nothing.
-CONVERTED = ("Convolution", "Addmm", "Mm", "Bmm", "Linear", "Baddbmm")
-REQUESTED = "_stoker_requested"
-
-
-def patch_scalers(module: Any) -> None:
-    """Looks at the losses that a GradScaler of this module scales."""
-    scaler = module.GradScaler
-    for name, wrap in (("__init__", _remembering), ("scale", _looking)):
-        # torch.cuda.amp.GradScaler inherits both from torch.amp.GradScaler, except in old versions.
-        if name in vars(scaler) and not hasattr(vars(scaler)[name], "_stoker"):
-            wrapped = wrap(vars(scaler)[name])
-            wrapped._stoker = True
-            setattr(scaler, name, wrapped)
-
-
-def _remembering(original: Any) -> Any:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        # Without a GPU torch turns a scaler off; that the script wanted one is what counts.
-        wanted = kwargs.get("enabled", next((value for value in args[::-1] if isinstance(value, bool)), True))
-        self.__dict__.setdefault(REQUESTED, bool(wanted))
-
-    return __init__
-
-
-def _looking(original: Any) -> Any:
-    calls = [0]
-
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        opened = current()
-        if opened is not None and opened.recording and calls[0] <= LOOK_AT[-1]:
-            calls[0] += 1
-            if calls[0] in LOOK_AT and self.__dict__.get(REQUESTED, True):
-                try:
-                    _look(opened, outputs)
-                except Exception as error:
-                    opened.note(f"a scaled loss could not be looked at: {type(error).__name__}: {error}")
-        return original(self, outputs)
-
-    return scale
-
-
-def _look(opened: Session, outputs: Any) -> None:
-    loss = outputs if hasattr(outputs, "grad_fn") else next(iter(outputs), None)
-    computed_in_32_bits = in_32_bits(getattr(loss, "grad_fn", None))
-    if computed_in_32_bits is None:
-        return
-    frame: Any = sys._getframe(2)
-    opened.say(
-        scaled_in_32_bits=computed_in_32_bits, scaled_at=f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    )  # fmt: skip
-
-
-def in_32_bits(node: Any) -> bool | None:
-    """Whether all matrix products and convolutions behind a loss were computed in float32; None if it cannot be told:
-    compiled or hand-written functions hide what they do."""
-    waiting, seen, converts = [node], set(), 0
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if len(seen) > MOST_NODES:
-            return None
-        name = type(node).__name__
-        if name.startswith("ToCopyBackward"):
-            return False
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            if str(variable.dtype) != "torch.float32":
-                return None
-        elif not name[-1:].isdigit():  # torch's own operations are numbered: AddmmBackward0
-            return None
-        converts += name.startswith(CONVERTED)
-        waiting.extend(following for following, _ in node.next_functions)
-    return True if converts else None
-
-
-class WantedPrecision:
-    """What the script's autocast asks for on CUDA: without a GPU, torch switches it off, and nothing is left to see."""
-
-    def __init__(self) -> None:
-        self.dtype: str | None = None
-        self._restore: Any = None
-
-    def watch(self, autocast: Any) -> None:
-        """Looks at the arguments of every autocast, until `stop`."""
-        original = autocast.__init__
-
-        @functools.wraps(original)
-        def __init__(context: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(context, *args, **kwargs)
-            kind = args[0] if args else kwargs.get("device_type")
-            dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
-            enabled = args[2] if len(args) > 2 else kwargs.get("enabled", True)
-            if kind == "cuda" and enabled:
-                self.dtype = "float16" if dtype is None else str(dtype).removeprefix("torch.")
-
-        autocast.__init__ = __init__
-        self._restore = autocast, original
-
-    def stop(self) -> None:
-        if self._restore is not None:
-            autocast, original = self._restore
-            autocast.__init__ = original
-            self._restore = None
-
-
-wanted = WantedPrecision()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from stoker.attach.stages import read_schedule
+from stoker.attach.stage_clock import read_schedule
 
 Result = TypeVar("Result")
 

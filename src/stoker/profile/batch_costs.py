@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from stoker.attach.stages import read_schedule
+from stoker.attach.stage_clock import read_schedule
 
 STAGES = ("fetch", "decode", "augment", "collate")
 """fetch: waiting for and reading the samples' bytes; decode: headers, decoding, cropping, resizing into the batch;

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from stoker.attach.habits import Caches, FileOpens, Memory, Shapes
+from stoker.attach.precision import in_32_bits
 from stoker.attach.ring import BUCKETS, Habits
-from stoker.attach.stages import STAGE_COUNT
-from stoker.attach.watched_loop import in_32_bits
+from stoker.attach.stage_clock import STAGE_COUNT
 from stoker.doctor.script.loop_facts import preparation_of
 from stoker.doctor.script.timeline import FetchFile
 

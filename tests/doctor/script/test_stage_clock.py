@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.attach import fetching, ring, stages
+from stoker.attach import fetching, ring, stage_clock
 from stoker.attach.fetching import FetchTotals
 from stoker.attach.sampling import sampler
-from stoker.attach.stages import COLLATE, DECODE, FETCH, OTHER, STAGE_COUNT, StageClock, here
+from stoker.attach.stage_clock import COLLATE, DECODE, FETCH, OTHER, STAGE_COUNT, StageClock, here
 
 MS = 1_000_000
 
@@ -37,9 +37,9 @@ class MadeUpThread:
 @pytest.fixture
 def thread(monkeypatch: pytest.MonkeyPatch) -> MadeUpThread:
     made_up = MadeUpThread()
-    monkeypatch.setattr(stages, "_wall_ns", lambda: made_up.wall_ns)
-    monkeypatch.setattr(stages, "_cpu_ns", lambda: made_up.cpu_ns)
-    monkeypatch.setattr(stages, "read_schedule", lambda: (made_up.cpu_ns, made_up.queued_ns))
+    monkeypatch.setattr(stage_clock, "_wall_ns", lambda: made_up.wall_ns)
+    monkeypatch.setattr(stage_clock, "_cpu_ns", lambda: made_up.cpu_ns)
+    monkeypatch.setattr(stage_clock, "read_schedule", lambda: (made_up.cpu_ns, made_up.queued_ns))
     return made_up
 
 
@@ -93,14 +93,14 @@ def test_after_a_sample_that_slept_the_kernel_is_asked_at_every_boundary_for_a_w
     clock._closer = 0
     clock.begin()
     looked_closer = []
-    for ran_ms, slept_ms in [(1, 0), (1.98, 0.02), (0, 5), *[(1, 0)] * stages.CLOSER_LOOKS]:
+    for ran_ms, slept_ms in [(1, 0), (1.98, 0.02), (0, 5), *[(1, 0)] * stage_clock.CLOSER_LOOKS]:
         thread.runs(ran_ms)
         thread.sleeps(slept_ms)
         clock.settle()
         looked_closer.append(clock._closer > 0)
     clock.end()
     # One per cent off the core is what any thread loses.
-    assert looked_closer == [False, False, True, *[True] * (stages.CLOSER_LOOKS - 1), False]
+    assert looked_closer == [False, False, True, *[True] * (stage_clock.CLOSER_LOOKS - 1), False]
     assert clock.off_core[OTHER] == 5 * MS
 
 

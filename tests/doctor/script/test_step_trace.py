@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.attach import operators
+from stoker.attach.precision import WantedPrecision
 from stoker.attach.session import Session
-from stoker.attach.stages import here
-from stoker.attach.watched_loop import TRACE_FROM, Loop, WantedPrecision
+from stoker.attach.stage_clock import here
+from stoker.attach.watched_loop import TRACE_FROM, Loop
 from stoker.cli import main
 from stoker.doctor.script.recording import TracedStep, read_traced_step
 from tests.doctor.script.conftest import SCRIPTS

@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.attach import ring
 from stoker.attach.ring import FetchRecord, Habits, StepRecord
-from stoker.attach.stages import STAGE_COUNT
+from stoker.attach.stage_clock import STAGE_COUNT
 from stoker.core.errors import UserError
 from stoker.core.files import open_regular
 from stoker.doctor.script import timeline

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.attach.ring import BUCKETS, FIRST, LAST, FetchRecord, Habits, StepRecord
-from stoker.attach.stages import AUGMENT, COLLATE, DECODE, FETCH, OTHER, PREPROCESS, READ_AND_DECODE, SOCKET
+from stoker.attach.stage_clock import AUGMENT, COLLATE, DECODE, FETCH, OTHER, PREPROCESS, READ_AND_DECODE, SOCKET
 from stoker.profile.observed import BatchTime, SlowSample, StageTime
 
 # Loaders that are read side by side (a zip of two) feed every optimizer step; a validation loader feeds, by this

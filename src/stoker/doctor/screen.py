@@ -19,6 +19,7 @@ MOST_SPOTS = 3
 
 
 def doctor_text(diagnosis: Diagnosis) -> str:
+    predicted = [f"  {each.label + ':':<28} {speedup_text(each.speedup)}" for each in diagnosis.predictions]
     sections = [
         _verdict_lines(diagnosis),
         _step_lines(diagnosis.observed),
@@ -26,7 +27,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
         _spot_lines(diagnosis.observed),
         _need_lines(diagnosis.needs),
         _fix_lines(diagnosis),
-        _what_if_lines(diagnosis),
+        ["predicted speed-ups, with 80 % intervals:", *predicted] if predicted else [],
         _confirmation_lines(diagnosis.confirmation, diagnosis.observed.unit),
         [f"not measured: {text}" for text in diagnosis.observed.missing],
     ]
@@ -51,17 +52,14 @@ def _step_lines(observed: Observed) -> list[str]:
     bar = "".join(sign * width for (_, sign, _), width in zip(known, _widths([s for *_, s in known]), strict=True))
     per_second = observed.images_per_second if observed.samples else None
     rate = f", {rate_text(per_second, observed.unit)}" if per_second else ""
-    shown = [f"{sign} {label} {share:.0%}" for label, sign, share in known if share >= SMALLEST]
     lines = [
         f"a step takes {duration_text(elapsed / observed.steps)}{rate} ({observed.steps} steps measured)",
         f"  {bar}",
+        "  " + "   ".join(f"{sign} {label} {share:.0%}" for label, sign, share in known if share >= SMALLEST),
     ]
-    lines.append("  " + "   ".join(shown))
-    starts = observed.times.epoch_starts_s[1:]
-    if starts:
-        lines.append(
-            f"  not included above: {count(len(starts), 'epoch start')} of {duration_text(sum(starts) / len(starts))}"
-        )
+    if starts := observed.times.epoch_starts_s[1:]:
+        mean_s = sum(starts) / len(starts)
+        lines.append(f"  not included above: {count(len(starts), 'epoch start')} of {duration_text(mean_s)}")
     return lines
 
 
@@ -116,11 +114,6 @@ def _fix_lines(diagnosis: Diagnosis) -> list[str]:
     return ["fixes, best first, with the expected speed-up:", *lines] if lines else []
 
 
-def _what_if_lines(diagnosis: Diagnosis) -> list[str]:
-    lines = [f"  {each.label + ':':<28} {speedup_text(each.speedup)}" for each in diagnosis.predictions]
-    return ["predicted speed-ups, with 80 % intervals:", *lines] if lines else []
-
-
 def _confirmation_lines(confirmation: Confirmation | None, unit: str) -> list[str]:
     if confirmation is None:
         return []
@@ -135,10 +128,9 @@ def _confirmation_lines(confirmation: Confirmation | None, unit: str) -> list[st
 
 def _widths(shares: Sequence[float]) -> list[int]:
     """Columns that add up to the width of the bar, at least one each."""
-    total = sum(shares) or 1.0
-    widths = [max(1, int(BAR * share / total)) for share in shares]
+    widths = [max(1, int(BAR * share / sum(shares))) for share in shares]
     if widths:
-        widths[max(range(len(widths)), key=lambda i: widths[i])] += BAR - sum(widths)
+        widths[widths.index(max(widths))] += BAR - sum(widths)
     return widths
 
 

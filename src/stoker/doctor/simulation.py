@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 SLICES = 4
 """A batch waits and computes in turns. Compared with torch's loader four turns were as accurate as eight, one was not
@@ -47,7 +47,8 @@ class _Thread:
 
     number: int
     threads: float = 1.0
-    phases: deque[tuple[bool, float]] | None = None
+    phases: deque[tuple[bool, float]] = field(default_factory=deque)
+    """Whether it computes, and seconds."""
     batch: int = -1
 
 
@@ -139,11 +140,12 @@ class _Simulation:
             self._begin(worker, self.works[worker.batch])
 
     def _begin(self, thread: _Thread, work: ThreadWork) -> None:
-        thread.phases = deque(_phases(work))
+        turns = SLICES if work.cpu_s > 0 and work.blocked_s > 0 else 1
+        turn = ((False, work.blocked_s / turns), (True, work.cpu_s / turns))
+        thread.phases = deque([phase for phase in turn if phase[1] > 0] * turns)
         self._next_phase(thread)
 
     def _next_phase(self, thread: _Thread) -> None:
-        assert thread.phases is not None
         computes, seconds = thread.phases.popleft() if thread.phases else (False, 0.0)
         self.sequence += 1
         if computes:
@@ -164,12 +166,3 @@ class _Simulation:
             self.shared += (woken - self.now) * rate
             self.now, _, thread = heapq.heappop(self.blocked)
         return thread
-
-
-def _phases(work: ThreadWork) -> Iterator[tuple[bool, float]]:
-    turns = SLICES if work.cpu_s > 0 and work.blocked_s > 0 else 1
-    for _ in range(turns):
-        if work.blocked_s > 0:
-            yield False, work.blocked_s / turns
-        if work.cpu_s > 0:
-            yield True, work.cpu_s / turns

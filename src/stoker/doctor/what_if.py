@@ -75,8 +75,13 @@ Drawn = NDArray[np.int64]
 
 def speed_up(model: LoaderModel, change: Change, *, error: float = MODEL_ERROR, seed: int = 0) -> Estimate:
     changed = change(model)
-    ratios = [_ratio(model, changed, np.random.default_rng(seed + number)) for number in range(BOOTSTRAPS)]
-    logs = [math.log(value) for value in ratios]
+    count = DRAWN + 4 * max(model.setup.workers, changed.setup.workers)
+    logs = []
+    for number in range(BOOTSTRAPS):
+        # The same draws for both: what is unusual about a draw cancels out.
+        rng = np.random.default_rng(seed + number)
+        batches, steps = _draw(rng, len(model.batches), count), _draw(rng, len(model.steps), count)
+        logs.append(math.log(_rate(changed, batches, steps) / _rate(model, batches, steps)))
     middle = statistics.fmean(logs)
     # Predicting no change at all is nearly always right; the error grows with how much is changed.
     size = min(1.0, 0.5 + abs(middle) / math.log(1.5))
@@ -89,13 +94,6 @@ def rate_of(model: LoaderModel) -> float:
     count = DRAWN + 4 * model.setup.workers
     rng = np.random.default_rng(0)
     return _rate(model, _draw(rng, len(model.batches), count), _draw(rng, len(model.steps), count))
-
-
-def _ratio(model: LoaderModel, changed: LoaderModel, rng: np.random.Generator) -> float:
-    count = DRAWN + 4 * max(model.setup.workers, changed.setup.workers)
-    # The same draws for both: what is unusual about a draw cancels out.
-    batches, steps = _draw(rng, len(model.batches), count), _draw(rng, len(model.steps), count)
-    return _rate(changed, batches, steps) / _rate(model, batches, steps)
 
 
 def _draw(rng: np.random.Generator, of: int, count: int) -> Drawn:
@@ -197,12 +195,10 @@ def _staging(model: LoaderModel, observed: Observed) -> Prediction | None:
         for work, fetch, there in zip(model.batches, model.fetching, local, strict=True)
     )
     return _prediction(
-        model,
-        "staging",
-        "staging to local disk",
+        model, "staging", "staging to local disk",
         lambda one: replace(one, batches=batches, most_batches_per_second=None),
         error=math.hypot(MODEL_ERROR, STAGING_ERROR),
-    )
+    )  # fmt: skip
 
 
 def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
@@ -211,20 +207,14 @@ def _packing(model: LoaderModel, observed: Observed) -> Prediction | None:
     if observed.source == "script" or decode is None or storage is None or storage.packed is not False:
         return None
     whole = sum(stage.wall_s for stage in observed.stages.values())
-    if whole <= 0:
-        return None
-
-    if storage.bytes_per_sample is not None and storage.bytes_per_sample < PACKED_BYTES:
+    if whole <= 0 or (storage.bytes_per_sample is not None and storage.bytes_per_sample < PACKED_BYTES):
         return None
     factor = 1 - decode.wall_s / whole * (1 - 1 / PACKING_SPEEDUP)
     batches = tuple(ThreadWork(work.cpu_s * factor, work.blocked_s) for work in model.batches)
     return _prediction(
-        model,
-        "packing",
-        "packing at 500 px",
-        lambda one: replace(one, batches=batches),
+        model, "packing", "packing at 500 px", lambda one: replace(one, batches=batches),
         error=math.hypot(MODEL_ERROR, PACKING_ERROR),
-    )
+    )  # fmt: skip
 
 
 def _preprocessing(model: LoaderModel, observed: Observed) -> Prediction | None:
@@ -270,6 +260,7 @@ def model_of(observed: Observed) -> LoaderModel | None:
         batches = tuple(
             ThreadWork(b.cpu_s + f.cpu_s, b.blocked_s - f.cpu_s) for b, f in zip(batches, fetching, strict=True)
         )
+    size = None if observed.storage is None else observed.storage.bytes_per_sample
     return LoaderModel(
         setup=Setup(
             workers=shape.workers,
@@ -282,7 +273,7 @@ def model_of(observed: Observed) -> LoaderModel | None:
         steps=steps,
         images_per_second=rate,
         fetching=fetching,
-        fetched_bytes=_fetched_bytes(observed, [b.samples for b in known]),
+        fetched_bytes=None if size is None else tuple(size * b.samples for b in known),
         most_batches_per_second=_storage_limit(observed),
     )
 
@@ -316,11 +307,8 @@ def _step_cpu(observed: Observed, worker_cpu: float, cpus: float) -> float:
     steps = max(1, observed.steps)
     if observed.times.consumer_cpu_s is not None:
         return observed.times.consumer_cpu_s / steps
-    accelerated = observed.accelerator is not None and bool(observed.accelerator.name or observed.accelerator.count)
-    if accelerated:
-        return 0.0
-    busy = observed.host.cpu_busy_share if observed.host is not None else None
-    if busy is None:
+    device, busy = observed.accelerator, None if observed.host is None else observed.host.cpu_busy_share
+    if busy is None or (device is not None and (device.name or device.count)):
         return 0.0
     used = busy * cpus * observed.times.elapsed_s / steps - worker_cpu
     return max(0.0, min(used, cpus * statistics.fmean(observed.times.steps_s)))
@@ -339,11 +327,6 @@ def _handover(observed: Observed) -> float:
         return 0.0
     shortest = sorted(observed.times.waits_s)[len(observed.times.waits_s) // 10]
     return shortest if shortest < 0.1 * statistics.fmean(observed.times.steps_s) else 0.0
-
-
-def _fetched_bytes(observed: Observed, samples: Sequence[int]) -> tuple[float, ...] | None:
-    each = observed.storage.bytes_per_sample if observed.storage is not None else None
-    return None if each is None else tuple(each * count for count in samples)
 
 
 def _storage_limit(observed: Observed) -> float | None:

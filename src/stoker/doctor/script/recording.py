@@ -79,7 +79,9 @@ def read_recording(
         notes.append(f"{others + 1} ranks trained; these are the times of rank {about.rank}")
     if seen is None:
         seen = [each for other in abouts.values() for each in seen_from(other.facts.get("processes"))]
-    return Recording(_observe(process, about, fetches, host or _host_of(abouts), notes, seen), tuple(notes))
+    if host is None:
+        host = next((HostFacts(**other.facts["host"]) for other in abouts.values() if "host" in other.facts), None)
+    return Recording(_observe(process, about, fetches, host, notes, seen), tuple(notes))
 
 
 def _death(worker: int, code: int) -> str:
@@ -125,7 +127,11 @@ def _observe(
     if process.lost:
         notes.append(f"the oldest {process.lost} batches are not included in the sums")
     steps = timeline.steady_steps(records, feeding)
-    starts = _processes_of(about, steps.loader, process.pid)
+    shape = about.loaders.get(steps.loader)
+    # The worker processes of each of its iterators, oldest first; the training process where it has none.
+    workers, count = about.worker_pids.get(steps.loader, []), (shape or {}).get("workers") or 0
+    starts = [workers[first : first + count] for first in range(0, len(workers), count)] if count else []
+    starts = starts or [[process.pid]]
     pids = {pid for group in starts for pid in group}
     made = [file for file in fetches if file.pid in pids and file.loader in (0, steps.loader) and file.batches]
     samples = steps.samples
@@ -133,31 +139,19 @@ def _observe(
         samples += round(steps.unknown_samples * sum(f.samples for f in made) / sum(f.batches for f in made))
     taken = len([record for record in records if record.loader == steps.loader and not record.flags & ring.LAST])
     share = taken / (taken + process.lost) if process.lost else 1.0
-    work_s = sum(steps.works_s)
+    device = about.facts.get("device")
     return Observed(
         source="script",
         steps=len(steps.waits_s),
         samples=samples,
-        times=LoopTimes(
-            elapsed_s=steps.elapsed_s,
-            wait_s=sum(steps.waits_s),
-            compute_s=steps.compute_s,
-            other_s=None if steps.compute_s is None else max(0.0, work_s - steps.compute_s),
-            consumer_cpu_s=_consumer_cpu_s(steps, made, process.pid),
-            validation_s=steps.validation_s,
-            epoch_starts_s=tuple(steps.epoch_starts_s),
-            waits_s=tuple(steps.waits_s[-MOST_STEPS:]),
-            steps_s=tuple(steps.works_s[-MOST_STEPS:]),
-        ),
-        loader=_loader_shape(about.loaders.get(steps.loader), made),
+        times=_times(steps, made, process.pid),
+        loader=_loader_shape(shape, made),
         stages=timeline.stages_of(made, share) if made else {},
         batches=timeline.batches_of(made, starts),
         slow_samples=timeline.slow_samples_of(made),
         host=host,
         storage=_storage(made),
-        accelerator=AcceleratorFacts(about.facts["device"], about.facts.get("devices"))
-        if "device" in about.facts
-        else None,
+        accelerator=None if device is None else AcceleratorFacts(device, about.facts.get("devices")),
         preparation=preparation_of(made),
         memory=memory_of(seen, process.pid, made, about),
         threads=threads_of(seen, process.pid, made, about),
@@ -170,22 +164,21 @@ def _observe(
     )
 
 
-def _consumer_cpu_s(steps: timeline.SteadySteps, made: Sequence[FetchFile], main_pid: int) -> float | None:
-    """CPU time of the training process, less the making of batches where it makes them itself."""
-    if not steps.waits_s:
-        return None
+def _times(steps: timeline.SteadySteps, made: Sequence[FetchFile], main_pid: int) -> LoopTimes:
+    # The loop's own CPU time is without the making of batches, where it makes them itself.
     own = [record.cpu_ns / 1e9 for file in made if file.pid == main_pid for record in file.records]
     making_s = sum(own) / len(own) * len(steps.waits_s) if own else 0.0
-    return max(0.0, steps.cpu_s - making_s)
-
-
-def _processes_of(about: About, loader: int, main_pid: int) -> list[list[int]]:
-    """The worker processes of each of a loader's iterators, oldest first; the training process where it has none."""
-    shape = about.loaders.get(loader, {})
-    pids, count = about.worker_pids.get(loader, []), shape.get("workers") or 0
-    if not pids or not count:
-        return [[main_pid]]
-    return [pids[start : start + count] for start in range(0, len(pids), count)]
+    return LoopTimes(
+        elapsed_s=steps.elapsed_s,
+        wait_s=sum(steps.waits_s),
+        compute_s=steps.compute_s,
+        other_s=None if steps.compute_s is None else max(0.0, sum(steps.works_s) - steps.compute_s),
+        consumer_cpu_s=max(0.0, steps.cpu_s - making_s) if steps.waits_s else None,
+        validation_s=steps.validation_s,
+        epoch_starts_s=tuple(steps.epoch_starts_s),
+        waits_s=tuple(steps.waits_s[-MOST_STEPS:]),
+        steps_s=tuple(steps.works_s[-MOST_STEPS:]),
+    )
 
 
 def _loader_shape(shape: dict[str, Any] | None, made: Sequence[FetchFile]) -> LoaderShape | None:
@@ -234,11 +227,6 @@ def data_root(paths: Sequence[str]) -> str | None:
         if part.name.lower() in SPLIT_FOLDERS:
             return str(part.parent)
     return str(common)
-
-
-def _host_of(abouts: dict[int, About]) -> HostFacts | None:
-    hosts = [about.facts["host"] for about in abouts.values() if "host" in about.facts]
-    return HostFacts(**hosts[0]) if hosts else None
 
 
 def _missing(made: Sequence[FetchFile], about: About) -> list[str]:

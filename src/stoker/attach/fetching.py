@@ -237,10 +237,6 @@ class _TimedLists(_TimedItems):
         return self._dataset.__getitems__(indices)
 
 
-def timed_dataset(dataset: Any, totals: FetchTotals) -> Any:
-    return (_TimedLists if getattr(dataset, "__getitems__", None) else _TimedItems)(dataset, totals)
-
-
 class TimedIterator:
     """The iterator of an iterable dataset; samples are named by their place in the stream."""
 
@@ -350,7 +346,10 @@ def _begin_totals(opened: session.Session) -> FetchTotals:
     if len(fetches.totals) >= MOST_FILES_OF_A_PROCESS:
         raise RuntimeError("this process uses too many loaders")
     path = os.path.join(opened.folder, f"fetch-{os.getpid()}-{fetches.loader}.ring")  # noqa: PTH118
-    totals = fetches.totals[fetches.loader] = FetchTotals(path, _worker_number(), _threads())
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    info = worker.get_worker_info() if worker is not None else None
+    totals = FetchTotals(path, -1 if info is None else int(info.id), _threads())
+    fetches.totals[fetches.loader] = totals
     sampler.start()
     return totals
 
@@ -362,7 +361,8 @@ def _with_clocks(fetcher: Any, attribute: str, source: Any, collate: Any, totals
         return kept[2], kept[3]
     fetches.fetchers += 1
     fetcher._stoker_epoch = fetches.fetchers
-    timed_source = timed_dataset(source, totals) if attribute == "dataset" else TimedIterator(source, totals)
+    timed: Any = _TimedLists if getattr(source, "__getitems__", None) else _TimedItems
+    timed_source = (timed if attribute == "dataset" else TimedIterator)(source, totals)
     clock = totals.clock
 
     def timed_collate(data: Any) -> Any:
@@ -384,12 +384,6 @@ def _samples(index: Any, data: Any) -> int:
     parts = list(data.values()) if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else []
     lengths = {part.shape[0] for part in parts if len(getattr(part, "shape", ())) > 0}
     return int(lengths.pop()) if len(parts) > 1 and len(lengths) == 1 else 1
-
-
-def _worker_number() -> int:
-    worker = sys.modules.get("torch.utils.data._utils.worker")
-    info = worker.get_worker_info() if worker is not None else None
-    return -1 if info is None else int(info.id)
 
 
 def _threads() -> int:

@@ -67,9 +67,13 @@ class Shapes:
         self._last: tuple[int, ...] | None = None
 
     def look(self, data: Any, samples: int) -> None:
-        shape = _largest_shape(data, samples)
-        if shape is None:
+        # Arrays that have a row for each sample; a list of images of different sizes has none.
+        parts = list(data.values()) if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else [data]
+        shapes = [tuple(part.shape) for part in parts if getattr(part, "nbytes", 0) and hasattr(part, "shape")]
+        shapes = [shape for shape in shapes if len(shape) > 1 and shape[0] == samples]
+        if not shapes:
             return
+        shape = max(shapes, key=lambda shape: (len(shape), math.prod(shape)))
         one = shape[1:]
         count = math.prod(one)
         self.seen += 1
@@ -81,14 +85,6 @@ class Shapes:
             self.changes += 1
             self.examples = "x".join(map(str, self._last)), "x".join(map(str, one))
         self._last = one
-
-
-def _largest_shape(data: Any, samples: int) -> tuple[int, ...] | None:
-    """The largest shape among arrays that have a row for each sample; a list of images of different sizes has none."""
-    parts = list(data.values()) if isinstance(data, dict) else data if isinstance(data, (list, tuple)) else [data]
-    shapes = [tuple(part.shape) for part in parts if getattr(part, "nbytes", 0) and len(getattr(part, "shape", ())) > 1]
-    shapes = [shape for shape in shapes if shape[0] == samples]
-    return max(shapes, key=lambda shape: (len(shape), math.prod(shape)), default=None)
 
 
 class Caches:

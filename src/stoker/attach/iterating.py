@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import signal
+import struct
 import sys
 import time
 import weakref
@@ -44,6 +45,9 @@ class LoaderNumbers:
 
 
 def shape_of(loader: Any) -> dict[str, Any]:
+    import multiprocessing
+
+    context = loader.multiprocessing_context or multiprocessing
     size = loader.batch_size
     if size is None and loader.batch_sampler is not None:
         size = getattr(loader.batch_sampler, "batch_size", None)
@@ -52,18 +56,11 @@ def shape_of(loader: Any) -> dict[str, Any]:
         "prefetch": loader.prefetch_factor if loader.num_workers else None,
         "persistent": bool(loader.persistent_workers),
         "pin_memory": bool(loader.pin_memory),
-        "start_method": _start_method(loader) if loader.num_workers else None,
+        "start_method": str(context.get_start_method()) if loader.num_workers else None,
         "batch_size": size if isinstance(size, int) else None,
         "samples": _length(loader),
         "dataset": type(loader.dataset).__name__,
     }
-
-
-def _start_method(loader: Any) -> str | None:
-    import multiprocessing
-
-    context = loader.multiprocessing_context or multiprocessing
-    return str(context.get_start_method())
 
 
 def _length(loader: Any) -> int | None:
@@ -183,9 +180,7 @@ class StepLog:
             at, entered, left = self._pending.popleft()
             # From the end of the previous work to the arrival of the batch: the time in which the device was idle.
             idle_ns = int(entered.elapsed_time(left) * 1e6)
-            self._ring.memory[at + ring.DEVICE_IDLE_AT : at + ring.DEVICE_IDLE_AT + 8] = idle_ns.to_bytes(
-                8, "little", signed=True
-            )
+            struct.pack_into("<q", self._ring.memory, at + ring.DEVICE_IDLE_AT, idle_ns)
 
     def _describe(self, optimizer: Any) -> None:
         """Once, at the first optimizer step: what is trained, and on which device."""
@@ -214,11 +209,6 @@ class _Process:
         self.numbers = LoaderNumbers()
         self.workers: deque[tuple[int, Any]] = deque(maxlen=MOST_WORKERS)
 
-    def steps(self, opened: session.Session) -> StepLog:
-        if self.log is None:
-            self.log = StepLog(opened)
-        return self.log
-
     def forget(self) -> None:
         """After a fork: the log and the workers belong to the parent."""
         if self.log is not None:
@@ -238,10 +228,9 @@ def patch_loaders(module: Any) -> None:
     base.__next__ = _clocked_next(base.__next__)
     os.register_at_fork(after_in_child=process.forget)
     atexit.register(_say_what_is_left)
-    session_here = session.current()
-    torch = module.torch
-    if session_here is not None:
-        session_here.say(torch=str(torch.__version__))
+    opened = session.current()
+    if opened is not None:
+        opened.say(torch=str(module.torch.__version__))
 
 
 def patch_optimizers(module: Any) -> None:
@@ -316,7 +305,7 @@ def _clocked_next(original: Any) -> Any:
         if opened is None or not opened.recording or number is None:
             return original(self)
         try:
-            log = process.steps(opened)
+            log = process.log = process.log or StepLog(opened)
             if self._num_workers == 0:
                 fetches.loader = number
             started_us = self.__dict__.pop("_stoker_started_us", 0)

@@ -35,28 +35,31 @@ _ONLY_WRITES = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach
 _TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 
 
-def operator_facts(
-    func: Any,
-    args: Any,
-    kwargs: Any,
-    out: Any,
-    given: list[Tensor],
-    made: list[Tensor],
-    fresh: list[Tensor],
-    phase: str,
-) -> dict[str, Any] | None:
-    """The fields of a `TracedOp` (stoker.plan.records); None if it runs nothing on a device, such as a view."""
+class Call:
+    """An operator that was called, with the tensors among its arguments and results."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.func, self.args, self.kwargs, self.out = func, args, kwargs, out
+        self.given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # Not every leaf is a tensor: an operator without a result returns None.
+        self.made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+def operator_facts(call: Call, fresh: list[Tensor], phase: str) -> dict[str, Any] | None:
+    """The fields of a `TracedOp` (stoker.plan.records); None if it runs nothing on a device, such as a view. `fresh`:
+    those of its results that are not views of something older."""
+    func, args, kwargs, given = call.func, call.args, call.kwargs, call.given
     name = func._overloadpacket.__name__
     mutable = func._schema.is_mutable
     if name in _NO_KERNEL or func.namespace != "aten" or not (fresh or mutable):
         return None
     changed = _changed(func, args, kwargs) if mutable else []
     read = given[1:] if name in _ONLY_WRITES else given
-    numbers = [tensor for tensor in given if tensor.is_floating_point()] or [t for t in made if t.is_floating_point()]
+    numbers = [tensor for tensor in (*given, *call.made) if tensor.is_floating_point()]
     return {
         "name": name,
         "phase": phase,
-        "flops": _flops(func, args, kwargs, out),
+        "flops": _flops(call),
         # Integers are moved, not computed with: datasheets have no peak rate for them.
         "dtype": str(numbers[0].dtype).removeprefix("torch.") if numbers else "float32",
         "read_bytes": bytes_of(read),
@@ -91,28 +94,20 @@ CORRECTED_FORMULAS: Mapping[Any, Callable[..., int]] = {aten.convolution_backwar
 """Corrections for torch.utils.flop_counter."""
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    formulas = (CORRECTED_FORMULAS, flop_counter.flop_registry, _more_formulas())
-    formula = next((known[func._overloadpacket] for known in formulas if func._overloadpacket in known), None)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+# Attention has other names on the CPU; of its arguments, only the tensors at the front count.
+_ATTENTION: dict[Any, tuple[Any, int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (flop_counter.sdpa_flop_count, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (flop_counter.sdpa_backward_flop_count, 4),
+}
 
 
-def _more_formulas() -> dict[Any, Any]:
-    """Formulas for attention, which has other names on the CPU."""
-    return {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    }
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    count: Any = flop_counter.sdpa_flop_count
-    return int(count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    count: Any = flop_counter.sdpa_backward_flop_count
-    return int(count(grad.shape, query.shape, key.shape, value.shape))
+def _flops(call: Call) -> int:
+    packet = call.func._overloadpacket
+    if packet in _ATTENTION:
+        count, tensors = _ATTENTION[packet]
+        return int(count(*(tensor.shape for tensor in call.args[:tensors])))
+    formula = CORRECTED_FORMULAS.get(packet) or flop_counter.flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*call.args, **call.kwargs, out_val=call.out))
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
@@ -200,7 +195,8 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         os.replace(f"{path}.part", path)  # noqa: PTH105
 
     def leave(self) -> None:
-        if _innermost_mode() is self:
+        depth = torch._C._len_torch_dispatch_stack()
+        if depth and torch._C._get_dispatch_stack_at(depth - 1) is self:
             self.__exit__(None, None, None)
         else:
             # Something that was entered after us is still open: only it may leave first.
@@ -211,21 +207,24 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if self._failure is None and not here.preparing:
             try:
-                self._record(func, args, kwargs, out)
+                self._record(Call(func, args, kwargs, out))
             except Exception as error:  # the script comes first
                 self._failure = f"{func} could not be traced: {type(error).__name__}: {error}"
         return out
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        known = {tensor.untyped_storage()._cdata for tensor in given}
-        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
-        op = operator_facts(func, args, kwargs, out, given, made, fresh, _phase())
+    def _record(self, call: Call) -> None:
+        known = {tensor.untyped_storage()._cdata for tensor in call.given}
+        fresh = [tensor for tensor in call.made if tensor.untyped_storage()._cdata not in known]
+        phase = "backward"
+        if torch._C._current_graph_task_id() == -1:  # outside autograd's engine
+            # An optimizer changes weights, which needs gradients switched off.
+            phase = "forward" if torch.is_grad_enabled() else "update"
+        op = operator_facts(call, fresh, phase)
         if op is None:
             return
         if op["name"] == "convolution":
-            self._convolutions[is_channels_last(given[0]) and not given[0].is_contiguous()] += 1
+            images = call.given[0]
+            self._convolutions[is_channels_last(images) and not images.is_contiguous()] += 1
         self._ops.append(op)
         if len(self._ops) > MOST_OPERATORS:
             raise ValueError(f"a step has more than {MOST_OPERATORS:,} operators")
@@ -235,15 +234,3 @@ def uses_compile() -> bool:
     """Whether something was compiled so far: its operators are not torch's own."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["frames"]["total"] > 0
-
-
-def _phase() -> str:
-    if torch._C._current_graph_task_id() != -1:  # inside autograd's engine
-        return "backward"
-    # An optimizer changes weights, which needs gradients switched off.
-    return "forward" if torch.is_grad_enabled() else "update"
-
-
-def _innermost_mode() -> Any:
-    depth = torch._C._len_torch_dispatch_stack()
-    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None

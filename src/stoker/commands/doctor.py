@@ -69,7 +69,7 @@ def doctor(
     _refuse_combinations(target, script, steps, confirm)
 
     from stoker.core.console import print_json, print_result, say
-    from stoker.doctor.diagnosing import diagnose
+    from stoker.doctor.diagnosing import diagnose, diagnose_script
     from stoker.doctor.screen import doctor_text
 
     let_threads_sleep()
@@ -77,7 +77,12 @@ def doctor(
         from stoker.report.page import check_page_path
 
         check_page_path(report)  # before the script runs for minutes, not after
-    diagnosis, code = diagnose(target, overrides or [], script, steps, seconds, pace=pace, confirm=confirm, json=json)
+    code = 0
+    if script is not None:
+        diagnosis, code = diagnose_script(script, steps, seconds, pace, stdout_is_ours=json)
+    else:
+        assert target is not None
+        diagnosis = diagnose(target, overrides or [], seconds, pace, confirm=confirm)
     if json:
         print_json(diagnosis.as_dict())
     elif script is not None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,28 +35,18 @@ CONFIG_ENDINGS = (".yaml", ".yml")
 
 
 def diagnose(
-    target: str | None,
-    overrides: Sequence[str],
-    script: list[str] | None,
-    steps: int | None,
-    seconds: float | None,
-    *,
-    pace: str | None,
-    confirm: bool,
-    json: bool,
-) -> tuple[Diagnosis, int]:
-    if script is not None:
-        return _of_script(script, steps, seconds, pace, stdout_is_ours=json)
-    assert target is not None
+    target: str, overrides: Sequence[str], seconds: float | None, pace: str | None, *, confirm: bool
+) -> Diagnosis:
+    """Of a config, from trials; or of a run or a watched script, from what it recorded in its folder."""
     if target.endswith(CONFIG_ENDINGS) or Path(target).is_file():
-        return _of_config(Path(target), overrides, seconds, pace, confirm=confirm), 0
+        return _of_config(Path(target), overrides, seconds, pace, confirm=confirm)
     for_config = {
         "--confirm": confirm, "--pace": pace is not None, "--seconds": seconds is not None, "KEY=VALUE": bool(overrides)
     }  # fmt: skip
     for option, given in for_config.items():
         if given:
             raise UsageError("usage", f"{option} needs a config; {target} is a run", hint="stoker doctor CONFIG")
-    return _of_folder(Path(target)), 0
+    return _of_folder(Path(target))
 
 
 def diagnosis_of(observed: Observed) -> Diagnosis:
@@ -69,9 +60,10 @@ def diagnosis_of_watched(folder: Path) -> Diagnosis:
     return diagnosis_of(read_attached(folder))
 
 
-def _of_script(
+def diagnose_script(
     script: list[str], steps: int | None, seconds: float | None, pace: str | None, *, stdout_is_ours: bool
 ) -> tuple[Diagnosis, int]:
+    """Runs a script; with its exit code."""
     from stoker.doctor.pacing import read_script_pace
     from stoker.doctor.script.run_script import run_attached
 
@@ -192,7 +184,7 @@ def _of_config(
     if not measured:
         return diagnosis
     confirmation = Confirmation(best, measured, measured / before)
-    keep_confirmation(folder, confirmation)
+    _append(folder, [confirmation.as_dict()])
     return replace(diagnosis, confirmation=confirmation)
 
 
@@ -220,7 +212,10 @@ def _tried(
     from stoker.core.console import progress_bar
     from stoker.doctor.config_trials import SHARES, run_trials
 
-    trials = tuple(SHARES) if only is None else only
+    run = partial(run_trials, config, seconds, pace_s=pace_s, within_s=within_s, only=only or tuple(SHARES), say=say)
+    if sys.stderr.isatty():
+        with progress_bar("trials", round(seconds)) as advance:
+            return run(progress=lambda _what, done, total: advance(round(done), round(total)))
     shown = ""
 
     def tell(what: str, done_s: float, total_s: float) -> None:
@@ -229,13 +224,7 @@ def _tried(
             say(f"{what} ({done_s:.0f} of {total_s:.0f} s)")
         shown = what
 
-    if not sys.stderr.isatty():
-        return run_trials(config, seconds, pace_s=pace_s, within_s=within_s, only=trials, progress=tell, say=say)
-    with progress_bar("trials", round(seconds)) as advance:
-        return run_trials(
-            config, seconds, pace_s=pace_s, within_s=within_s, only=trials, say=say,
-            progress=lambda _what, done, total: advance(round(done), round(total)),
-        )  # fmt: skip
+    return run(progress=tell)
 
 
 def keep_predictions(folder: Path, diagnosis: Diagnosis) -> None:
@@ -250,13 +239,8 @@ def keep_predictions(folder: Path, diagnosis: Diagnosis) -> None:
         if prediction.settings
     ]
     # Diagnosing a run twice is not a second prediction.
-    known = [{key: line.get(key) for key in ("label", "from", "before")} for line in _read(folder)]
-    fresh = [line for line in lines if {key: line[key] for key in ("label", "from", "before")} not in known]
-    _append(folder, fresh)
-
-
-def keep_confirmation(folder: Path, confirmation: Confirmation) -> None:
-    _append(folder, [confirmation.as_dict()])
+    known = [(line.get("label"), line.get("from"), line.get("before")) for line in _read(folder)]
+    _append(folder, [line for line in lines if (line["label"], line["from"], line["before"]) not in known])
 
 
 def settle_predictions(folder: Path, observed: Observed) -> Confirmation | None:
@@ -274,7 +258,7 @@ def settle_predictions(folder: Path, observed: Observed) -> Confirmation | None:
         prediction = _prediction(line)
         if prediction is not None:
             confirmation = Confirmation(prediction, rate, rate / before)
-            keep_confirmation(folder, confirmation)
+            _append(folder, [confirmation.as_dict()])
             return confirmation
     return None
 

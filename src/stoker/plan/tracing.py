@@ -17,10 +17,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stoker.attach.operators import aten, bytes_of, is_channels_last, operator_facts
+from stoker.attach.operators import Call, aten, bytes_of, is_channels_last, operator_facts
 from stoker.core.errors import StokerError, UserError
 from stoker.plan.autocast import cuda_autocast_rules
 from stoker.plan.records import Phase, TracedOp
@@ -134,26 +133,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":
             return func(*args, **kwargs)
         backward = torch._C._current_graph_task_id() != -1  # inside autograd's engine
-        if func is torch.ops.aten._local_scalar_dense.default and not self._in_model and not backward:
+        if func is aten._local_scalar_dense.default and not self._in_model and not backward:
             return self._answer(args[0])
         if func.__name__.startswith("_amp_foreach_non_finite"):
             self._overflows.add(args[1].untyped_storage()._cdata)
         if backward and not self._going_back and self._stage is not None:
             self._keep_for_backward()
         out = func(*args, **kwargs)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # Not every leaf is a tensor: an operator without a result returns None.
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        phase = self._phase(func, backward)
-        fresh = [tensor for tensor in made if self._allocate(tensor, phase, backward)]
-        if fresh and phase == "forward":
-            self._recognise_weight_copies(func, given, fresh)
+        call, phase = Call(func, args, kwargs, out), self._phase(func, backward)
+        fresh = [tensor for tensor in call.made if self._allocate(tensor, phase, backward)]
+        # Autocast's half-precision copies of weights live as long as activations, but do not grow with the batch.
+        if fresh and phase == "forward" and func is aten._to_copy.default and call.given:
+            source = self._living.get(call.given[0].untyped_storage()._cdata)
+            if source is not None and self.storages[source[0]].category == "parameters":
+                self.mark(fresh, "parameters")
         if phase is not None:
-            for size in filter(None, convolution_workspace(func, args, kwargs, out)):
+            for size in filter(None, convolution_workspace(call)):
                 self.events += [len(self.storages), ~len(self.storages)]
                 self.storages.append(TracedStorage(size, None, "workspace"))
             if self._watch_ops:
-                facts = operator_facts(func, args, kwargs, out, given, made, fresh, phase)
+                facts = operator_facts(call, fresh, phase)
                 if facts is not None:
                     self.ops.append(TracedOp(**facts))
         return out
@@ -199,14 +198,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = self.storages[number]
             if storage.born_in == "forward" and storage.category == "temporary":
                 storage.category = "activations"
-
-    def _recognise_weight_copies(self, func: Any, given: list[Tensor], fresh: list[Tensor]) -> None:
-        """Autocast's half-precision copies of weights live as long as activations, but do not grow with the batch."""
-        if func is not torch.ops.aten._to_copy.default or not given:
-            return
-        source = self._living.get(given[0].untyped_storage()._cdata)
-        if source is not None and self.storages[source[0]].category == "parameters":
-            self.mark(fresh, "parameters")
 
 
 # The first step allocates the optimizer's state, in gaps left by its activations; the second is like all others.
@@ -363,7 +354,7 @@ def _recording() -> Iterator[Recorder]:
         raise CannotTrace(str(error.func), "torch does not know the shape of its result") from error
 
 
-def convolution_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> list[int]:
+def convolution_workspace(call: Call) -> list[int]:
     """Bytes of workspace that cuDNN uses for a convolution, kernel by kernel, and frees at once; none otherwise.
 
     By rule, because there is no cuDNN to ask. Its tensor-core kernels (half precision, and float32 as TF32) work on
@@ -371,11 +362,11 @@ def convolution_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> list[i
     NHWC' in NVIDIA's guide to convolutional layers). The gradient of the weights is summed in float32. Depthwise
     convolutions run in torch's own kernels, which need no workspace.
     """
-    backward = func is aten.convolution_backward.default
-    if not backward and func is not aten.convolution.default:
+    args, backward = call.args, call.func is aten.convolution_backward.default
+    if not backward and call.func is not aten.convolution.default:
         return []
-    first, second, weight = (args[0], args[1], args[2]) if backward else (out, args[0], args[1])
-    groups = args[9] if backward else (args[8] if len(args) > 8 else kwargs.get("groups", 1))
+    first, second, weight = (args[0], args[1], args[2]) if backward else (call.out, args[0], args[1])
+    groups = args[9] if backward else (args[8] if len(args) > 8 else call.kwargs.get("groups", 1))
     if groups > 1 and groups == second.shape[1]:
         return []
     converted = 0 if is_channels_last(second) else bytes_of([first]) + bytes_of([second]) + bytes_of([weight])

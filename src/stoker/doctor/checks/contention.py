@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from stoker.core.finding import Estimate, Finding
+from stoker.core.finding import Finding
 from stoker.doctor.checks.facts import Facts, check, speedup_without, waiting_for_data
 
 THROTTLED = 0.10
@@ -120,7 +120,9 @@ def too_many_workers(facts: Facts) -> Finding | None:
     else:
         fix = facts.setting("num_workers", host.cpus)
     message = f"{many} on {host.cpus} cores: they wait for a core {split.queueing:.0%} of the time they could run"
-    return Finding(message, fix, _gain_of_fewer(facts))
+    prediction = facts.prediction("workers")
+    fewer = None if prediction is None else dict(prediction.settings).get("num_workers")
+    return Finding(message, fix, facts.gain("workers") if isinstance(fewer, int) and fewer < shape.workers else None)
 
 
 @check("cores-are-taken", "other programs use the cores", loss=waiting_for_data)
@@ -149,7 +151,12 @@ def handover_bound(facts: Facts) -> Finding | None:
 
     Example: a dataset that returns dicts of a thousand small tensors: each costs a file descriptor and a copy.
     """
-    busy, slow = _busy_workers_at_most(facts), _share_of_slow_batches(facts)
+    busy, slow = facts.busy_workers, _share_of_slow_batches(facts)
+    steps, shape = facts.observed.steps, facts.observed.loader
+    # With one more batch for each worker, begun and not finished when the observation ended: with few and slow batches
+    # these are most of the work.
+    if busy is not None and shape is not None and steps:
+        busy = min(1.0, busy * (steps + shape.workers) / steps)
     # Slow batches also leave workers idle, because later batches wait for them.
     if not facts.starved or busy is None or busy > IDLE_WORKERS or (slow is not None and slow > UNEVEN):
         return None
@@ -194,20 +201,3 @@ def _own_times(facts: Facts) -> list[float]:
             times.append(max(0.0, batch.wall_s - (batch.runq_s or 0.0) - batch.collect_s))
         begun.add(batch.worker)
     return times
-
-
-def _busy_workers_at_most(facts: Facts) -> float | None:
-    """`busy_workers`, with one more batch for each worker, begun and not finished when the observation ended: with few
-    and slow batches these are most of the work."""
-    busy, steps, shape = facts.busy_workers, facts.observed.steps, facts.observed.loader
-    if busy is None or shape is None or not steps:
-        return busy
-    return min(1.0, busy * (steps + shape.workers) / steps)
-
-
-def _gain_of_fewer(facts: Facts) -> Estimate | None:
-    prediction, shape = facts.prediction("workers"), facts.observed.loader
-    if prediction is None or shape is None:
-        return None
-    fewer = dict(prediction.settings).get("num_workers")
-    return prediction.speedup if isinstance(fewer, int) and fewer < shape.workers else None

@@ -106,10 +106,13 @@ def cpu_bound(facts: Facts) -> Finding | None:
     if not _cores_are_full(facts) or _largest_stage(facts) not in (None, "other"):
         return None
     assert facts.split is not None
+    where = "see where with `py-spy top --pid WORKER`"
+    if facts.spots:
+        where = f"{facts.spots[0].share:.0%} of it is in {named(facts.spots[0])}"
     return Finding(
         f"all cores are busy, {duration_text(facts.split.cpu_s)} of CPU per batch{_cores(facts)}; "
         f"{_more_workers(facts)}",
-        f"{_where(facts)}; do that work once and store the result, or use more cores",
+        f"{where}; do that work once and store the result, or use more cores",
     )
 
 
@@ -170,12 +173,6 @@ def _more_workers(facts: Facts) -> str:
     if gain is None or gain.expected < LITTLE:
         return "more workers cannot help"
     return f"more workers give {gain.expected:.1f}x at most"
-
-
-def _where(facts: Facts) -> str:
-    if not facts.spots:
-        return "see where with `py-spy top --pid WORKER`"
-    return f"{facts.spots[0].share:.0%} of it is in {named(facts.spots[0])}"
 
 
 def _cores(facts: Facts) -> str:

@@ -248,5 +248,4 @@ def shown_path(path: str | None) -> str | None:
     """As a user would type it here: relative, if it is below the current folder."""
     if path is None:
         return None
-    here = str(Path.cwd()) + os.sep
-    return path.removeprefix(here)
+    return path.removeprefix(f"{Path.cwd()}{os.sep}")

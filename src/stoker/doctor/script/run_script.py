@@ -336,7 +336,10 @@ def watch(report: str | Path = DEFAULT_FOLDER) -> Watch:
             hint="stoker.watch(report='FOLDER')",
         ) from None
     if not inherited:
-        _remove_older(folder)
+        for path in (path for pattern in OUR_FILES for path in folder.glob(pattern)):
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - SAME_RUN_S:
+                    path.unlink()
         # Spawned workers are attached to as under `stoker doctor --`: through PYTHONPATH.
         os.environ[FOLDER_VARIABLE] = str(folder)
         before = os.environ.get("PYTHONPATH")
@@ -344,11 +347,3 @@ def watch(report: str | Path = DEFAULT_FOLDER) -> Watch:
     made = Watch(folder, start(str(folder)))
     _watches.append(made)
     return made
-
-
-def _remove_older(folder: Path) -> None:
-    for pattern in OUR_FILES:
-        for path in folder.glob(pattern):
-            with suppress(OSError):
-                if path.stat().st_mtime < time.time() - SAME_RUN_S:
-                    path.unlink()

@@ -20,6 +20,7 @@ from stoker.doctor.checks.verdict import judge
 from stoker.doctor.config_trials import run_trials
 from stoker.doctor.diagnosing import to_confirm
 from stoker.doctor.diagnosis import Prediction
+from stoker.doctor.script.run_script import processes_with
 from stoker.profile.clock_reading import observed_from
 from stoker.profile.host import fit_to_machine, read_machine
 from stoker.profile.observed import LoopTimes, Observed
@@ -109,36 +110,21 @@ def test_missing_data_is_reported_at_once(config_file: Path, tmp_path: Path) -> 
     assert caught.value.name == "data-not-found"
 
 
-def children_of(session: int) -> list[str]:
-    """Command lines of the live processes that inherited this session's number."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                if f"DOCTOR_TEST={session}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                    if state != "Z":
-                        found.append((folder / "cmdline").read_text().replace("\0", " "))
-            except OSError:
-                continue
-    return found
-
-
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_and_even_a_kill_leave_nothing_behind(config_file: Path, ending: signal.Signals) -> None:
-    mark = os.getpid() * 100 + ending
+    mark = f"{os.getpid() * 100 + ending}"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(config_file)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env=os.environ | {"DOCTOR_TEST": str(mark)},
+        env=os.environ | {"DOCTOR_TEST": mark},
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("storage"):
             break
-    wait_until(lambda: len(children_of(mark)) >= 2)
+    wait_until(lambda: len(processes_with(f"DOCTOR_TEST={mark}")) >= 2)
     process.send_signal(ending)
     process.wait(DEADLINE_S)
-    wait_until(lambda: children_of(mark) == [], lambda: str(children_of(mark)))
+    wait_until(lambda: processes_with(f"DOCTOR_TEST={mark}") == [])
 
 
 @pytest.mark.real_time

@@ -87,7 +87,7 @@ def test_the_cpu_time_of_a_store_client_is_not_the_loops_and_is_gone_after_stagi
     processes = model_of(replace(seen, loader=replace(shape, engine="process")))
     assert processes is not None
     assert processes.batches[0].cpu_s == pytest.approx(0.04)
-    # Of the 120 ms between two batches, two workers' 20 ms of computing each remain, and the loop's own 8 ms of CPU.
+    # The 120 ms between two batches shrink to 24: a worker's 40 ms of computing and the loop's 8, on two cores.
     assert named(seen, "staging").speedup.expected == pytest.approx(0.120 / 0.024, rel=0.15)
 
 

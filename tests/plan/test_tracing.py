@@ -111,29 +111,21 @@ def test_views_cost_nothing_and_are_not_operators() -> None:
     assert [op.name for op in views.ops] == [op.name for op in plain.ops]
 
 
-def test_adamw_has_twice_the_state_and_an_average_its_own_copy() -> None:
-    sgd, adamw = (
+def test_the_state_of_each_optimizer_and_an_average_with_its_own_copy() -> None:
+    sgd, adamw, lamb = (
         by_category(
             trace_step(tiny_step(build_optimizer=lambda m, name=name: build_optimizer(m, name, 0.1), ema_decay=0.99))
         )
-        for name in ("sgd", "adamw")
+        for name in ("sgd", "adamw", "lamb")
     )
     # AdamW also stores a step count for each of the six tensors.
     assert adamw["optimizer"] == 2 * sgd["optimizer"] + 6 * 4
     assert sgd["ema"] == sgd["parameters"]
-
-
-def test_the_scratch_of_lamb_is_not_state() -> None:
-    adamw, lamb = (
-        trace_step(tiny_step(build_optimizer=lambda m, name=name: build_optimizer(m, name, 0.1)))
-        for name in ("adamw", "lamb")
-    )
-    weights = by_category(adamw)["parameters"]
-    state, more = (by_category(lamb)[part] - by_category(adamw)[part] for part in ("optimizer", "temporary"))
-    # Each of the six tensors begins in a new row of 256 numbers.
+    # The scratch of LAMB is not state. Each of the six tensors begins in a new row of 256 numbers.
+    state, more = (lamb[part] - adamw[part] for part in ("optimizer", "temporary"))
     rounding = 6 * 256 * 4
     assert abs(state) < 2 * rounding
-    assert weights <= more < weights + rounding + 4096
+    assert adamw["parameters"] <= more < adamw["parameters"] + rounding + 4096
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.config import Config, load_config
+from stoker.config import load_config
 from stoker.plan.records import VramBudget
 from stoker.plan.vram import (
     CONTEXT,
@@ -48,21 +48,6 @@ def planned(step: TraceableStep, *arguments: Any, **more: Any) -> VramBudget:
     return trace_vram(step, *arguments, **more)[0]
 
 
-def demo_config(**changes: object) -> Config:
-    config = load_config(Path(__file__).parents[2] / "configs/demo.yaml", ["data_root=/nowhere"]).config
-    return config.model_copy(update=changes)
-
-
-def test_the_parts_add_up_to_the_peak() -> None:
-    budget = planned(resnet18_step())
-    assert set(budget.parts) == set(PARTS)
-    assert sum(budget.parts.values()) == budget.peak_bytes
-    assert min(budget.parts.values()) >= 0
-    assert budget.parts["context"] == CONTEXT
-    assert budget.fits is None
-    assert budget.largest_batch is None
-
-
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     step, limit = resnet18_step(), 900 * MB
     budget = planned(step, 32, limit)
@@ -77,8 +62,13 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert budget.largest_batch_checkpointed > budget.largest_batch
 
 
-def test_several_gpus_hold_the_gradients_twice() -> None:
+def test_the_parts_add_up_to_the_peak_and_several_gpus_hold_the_gradients_twice() -> None:
     one, four = (planned(resnet18_step(), gpus=gpus) for gpus in (1, 4))
+    assert set(one.parts) == set(PARTS)
+    assert sum(one.parts.values()) == one.peak_bytes
+    assert min(one.parts.values()) >= 0
+    assert one.parts["context"] == CONTEXT
+    assert (one.fits, one.largest_batch) == (None, None)
     parameters = 4 * sum(p.numel() for p in build_model("resnet18", 10).parameters())
     assert four.parts["gradients"] - one.parts["gradients"] >= parameters
 
@@ -106,12 +96,13 @@ def test_a_model_that_cannot_be_traced_gets_a_bound_and_a_note_with_the_operator
 def test_the_step_of_a_config_can_be_planned_without_leaving_fake_tensors() -> None:
     from stoker.tasks.images.augment.pipeline import IMAGENET_MEAN, IMAGENET_STD, to_float
 
-    step = traceable_step(demo_config(mixup_alpha=0.2, ema_decay=0.99), 10)
+    words = ["data_root=/nowhere", "mixup_alpha=0.2", "ema_decay=0.99"]
+    config = load_config(Path(__file__).parents[2] / "configs/demo.yaml", words).config
+    step = traceable_step(config, 10)
     budget = planned(step)
     assert budget.parts["ema"] > 0
     # Image bytes become floats; this step's and the previous one's are held, with their soft targets.
-    size, batch = demo_config().img_size, step.batch_size
-    floats = batch * 3 * size * size * 4
+    floats = step.batch_size * 3 * config.img_size**2 * 4
     assert budget.parts["batch"] >= 2 * floats
     assert type(to_float(torch.zeros(1, 2, 2, 3, dtype=torch.uint8), IMAGENET_MEAN, IMAGENET_STD)) is torch.Tensor
 

@@ -1,7 +1,7 @@
 """What a process does again and again while it prepares samples: files that it reopens, caches that it keeps in its
 data set, shapes that change from batch to batch, memory that it takes.
 
-All of it is seen from outside: the data set is looked at, never changed, and only now and then.
+The data set is only looked at, now and then, and never changed.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Memory:
 
 
 class Watched:
-    """All of it for one loader in one process; written into the header of its file."""
+    """Everything above, for one loader in one process; written into the header of its file."""
 
     def __init__(self, memory: Any, is_worker: bool, is_forked: bool) -> None:
         self.files = FileOpens()

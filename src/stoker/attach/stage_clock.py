@@ -23,8 +23,8 @@ WORTH_ASKING_NS = 20_000
 WORTH_A_CLOSER_LOOK = 0.05
 """Share of the time between two settlements in which this thread was off its core."""
 CLOSER_LOOKS = 8
-# Which stage gets time of which we only know that the thread did not run: a thread that slept was reading, one that
-# waited for a core was computing.
+# Which stage is charged first for time off the core, if it is not known where it was lost: a thread that slept was
+# reading, one that waited for a core was computing.
 _SLEEPING = (SOCKET, FETCH, READ_AND_DECODE, OTHER, COLLATE, PREPROCESS, AUGMENT, DECODE)
 _COMPUTING = _SLEEPING[::-1]
 

@@ -228,7 +228,7 @@ def _added_up(value: Any) -> int:
 
 
 class Loop:
-    """All of it for one training process."""
+    """Everything above, for one training process."""
 
     def __init__(self) -> None:
         self.steps = self._batches = 0

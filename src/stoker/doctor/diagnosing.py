@@ -37,7 +37,7 @@ CONFIG_ENDINGS = (".yaml", ".yml")
 def diagnose(
     target: str, overrides: Sequence[str], seconds: float | None, pace: str | None, *, confirm: bool
 ) -> Diagnosis:
-    """Of a config, from trials; or of a run or a watched script, from what it recorded in its folder."""
+    """Tries a config; reads what a run or a watched script recorded in its folder."""
     if target.endswith(CONFIG_ENDINGS) or Path(target).is_file():
         return _of_config(Path(target), overrides, seconds, pace, confirm=confirm)
     for_config = {

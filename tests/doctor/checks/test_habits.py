@@ -7,52 +7,48 @@ from typing import Any
 import pytest
 
 from stoker.doctor.checks.verdict import judge
-from stoker.profile.observed import DeviceRead, LoopHabits, Observed, Preparation
+from stoker.profile.observed import DeviceRead, LoopHabits, Preparation
 from tests.doctor.checks.observations import healthy
 
+MODE = "model-in-eval-mode"
 READ = DeviceRead(".item()", "train.py:41", 1.0, on_device=False)
 
 
-def with_habits(habits: LoopHabits, **changes: Any) -> Observed:
-    return healthy(habits=habits, **changes)
-
-
-def message(observed: Observed, finding_id: str) -> str | None:
-    return next((each.seen for each in judge(observed).findings if each.name == finding_id), None)
+def message(finding_id: str, habits: LoopHabits, **changes: Any) -> str | None:
+    """What a finding says of a loop with these habits, if there is one."""
+    found = judge(healthy(habits=habits, **changes)).findings
+    return next((each.seen for each in found if each.name == finding_id), None)
 
 
 def test_values_read_in_every_step_are_named_with_what_they_cost_on_a_device() -> None:
     often = LoopHabits(reads=(READ, DeviceRead("float()", "metrics.py:7", 2.0, on_device=False)))
-    said = message(with_habits(often), "values-read-every-step")
+    said = message("values-read-every-step", often)
     assert said is not None
     assert "3 times (train.py:41 .item(), metrics.py:7 float())" in said
     assert "harmless on the CPU" in said
     on_device = LoopHabits(reads=(DeviceRead(".item()", "train.py:41", 1.0, on_device=True),))
-    assert (message(with_habits(on_device), "values-read-every-step") or "").endswith("waits for the device")
+    assert (message("values-read-every-step", on_device) or "").endswith("waits for the device")
     seldom = LoopHabits(reads=(DeviceRead(".item()", "train.py:41", 0.1, on_device=True),))
-    assert message(with_habits(seldom), "values-read-every-step") is None
+    assert message("values-read-every-step", seldom) is None
 
 
 def test_a_model_in_eval_mode_is_named_with_the_line_that_switched_it() -> None:
-    said = message(with_habits(LoopHabits(in_eval_mode="ResNet", eval_at="val.py:9", eval_layers=53)), MODE)
+    said = message(MODE, LoopHabits(in_eval_mode="ResNet", eval_at="val.py:9", eval_layers=53))
     assert said == (
         "ResNet is trained in eval mode since val.py:9: 53 layers of dropout or batch norm behave as in evaluation"
     )
-    assert message(with_habits(LoopHabits()), MODE) is None
-
-
-MODE = "model-in-eval-mode"
+    assert message(MODE, LoopHabits()) is None
 
 
 def test_a_loader_that_is_made_anew_is_named_if_its_first_batches_take_time() -> None:
     anew = LoopHabits(loader_builds=5, loader_at="train.py:30")
-    said = message(with_habits(anew, epoch_starts_s=(2.0, 0.5, 0.5, 0.5, 0.5)), "loader-made-anew")
+    said = message("loader-made-anew", anew, epoch_starts_s=(2.0, 0.5, 0.5, 0.5, 0.5))
     assert said is not None
     assert "(for the loop in train.py:30), 5 times so far; the first batch then takes 500 ms, 17% of the time" in said
-    assert message(with_habits(anew, epoch_starts_s=(2.0, 0.01, 0.01)), "loader-made-anew") is None
-    assert message(with_habits(LoopHabits(), epoch_starts_s=(2.0, 0.5, 0.5)), "loader-made-anew") is None
+    assert message("loader-made-anew", anew, epoch_starts_s=(2.0, 0.01, 0.01)) is None
+    assert message("loader-made-anew", LoopHabits(), epoch_starts_s=(2.0, 0.5, 0.5)) is None
     # The verdict's fix is the one that helps: a loader that is thrown away keeps no workers.
-    stalls = judge(with_habits(anew, epoch_starts_s=(2.0, 0.5, 0.5, 0.5, 0.5)))
+    stalls = judge(healthy(habits=anew, epoch_starts_s=(2.0, 0.5, 0.5, 0.5, 0.5)))
     assert all("DataLoader(...," not in (finding.fix or "") for finding in stalls.findings)
 
 
@@ -62,8 +58,8 @@ def test_a_loader_that_is_made_anew_is_named_if_its_first_batches_take_time() ->
 def test_validation_is_long_from_half_of_training_on_if_one_was_seen_to_its_end(
     validation_s: float | None, rounds: int, is_long: bool
 ) -> None:
-    seen = with_habits(LoopHabits(validations=rounds, validation_wait_s=8.0), validation_s=validation_s)
-    said = message(seen, "long-validation")
+    habits = LoopHabits(validations=rounds, validation_wait_s=8.0)
+    said = message("long-validation", habits, validation_s=validation_s)
     assert (said is not None) is is_long
     if said is not None:
         assert said == "validation took 9 s, 47% of the time (2 times), of which 89% waits for data"
@@ -72,10 +68,10 @@ def test_validation_is_long_from_half_of_training_on_if_one_was_seen_to_its_end(
 def test_cudnn_benchmark_is_named_only_where_shapes_change() -> None:
     changing = Preparation(samples=800, sample_dimensions=3, batches_seen=100, shape_changes=80)
     on, check = LoopHabits(cudnn_benchmark=True), "cudnn-benchmark-with-changing-shapes"
-    assert "80 of 100 batches" in (message(with_habits(on, preparation=changing), check) or "")
+    assert "80 of 100 batches" in (message(check, on, preparation=changing) or "")
     same = Preparation(samples=800, sample_dimensions=3, batches_seen=100)
-    assert message(with_habits(on, preparation=same), check) is None
-    assert message(with_habits(LoopHabits(), preparation=changing), check) is None
+    assert message(check, on, preparation=same) is None
+    assert message(check, LoopHabits(), preparation=changing) is None
 
 
 def test_nothing_is_said_about_a_loop_that_was_not_watched() -> None:

@@ -138,11 +138,6 @@ def test_a_cold_local_disk_and_the_page_cache_that_is_too_small_for_it() -> None
     assert "page-cache-too-small" in {finding.name for finding in found.findings}
 
 
-def test_workers_that_use_one_core_together_take_turns() -> None:
-    assert Facts(starved(cpu=0.01, blocked=0.03, workers=4)).takes_turns
-    assert not Facts(starved(cpu=0.04)).takes_turns
-
-
 def test_a_few_slow_samples_are_named() -> None:
     slow = BatchTime(0.5, 0.01, 0.0, 0.49, BATCH)
     made = tuple(slow if number % 10 == 9 else one for number, one in enumerate(batches(cpu=0.01)))
@@ -166,10 +161,9 @@ def test_with_few_slow_batches_most_work_is_in_unfinished_ones() -> None:
 
 
 def test_slow_epoch_starts_without_persistent_workers() -> None:
-    found = judge(healthy(epoch_starts_s=(5.0, 4.0, 4.0), loader=RESTARTED))
-    assert found.verdict == "epoch-start-stalls"
-    assert found.findings[0].fix == "DataLoader(..., persistent_workers=True)"
-    gain = found.findings[0].speedup
+    found = judge(healthy(epoch_starts_s=(5.0, 4.0, 4.0), loader=RESTARTED)).findings[0]
+    assert found.fix == "DataLoader(..., persistent_workers=True)"
+    gain = found.speedup
     assert gain is not None
     assert gain.low < 1.8 == pytest.approx(gain.high)
 

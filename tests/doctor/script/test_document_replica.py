@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from stoker.cli import main
 from stoker.profile import host
 from stoker.profile.host import usable_cpus
 from stoker.profile.memory import MemoryState
 from stoker.tasks.demo import write_scrolls
+from tests.doctor.script.conftest import diagnosed, line_of
 
 REPLICA = Path(__file__).parents[3] / "bench" / "document_replica.py"
 WIDTH = ("--width", "2")
@@ -37,35 +34,25 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def diagnosed(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["doctor", "--json", "--", sys.executable, str(REPLICA), *arguments]) == 0
-    document: dict[str, Any] = json.loads(capfd.readouterr().out)
-    return document
-
-
-def line_of(text: str) -> int:
-    """The number of the only line of the replica with this text."""
-    (number,) = (n for n, line in enumerate(REPLICA.read_text().splitlines(), 1) if text in line)
-    return number
-
-
 def test_its_five_faults_are_named_with_their_lines(
     scrolls: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A worker takes 28 MB: there is no memory for a second one.
     monkeypatch.setattr(host, "read_memory", lambda: MemoryState(10_000_000, 20_000_000_000))
-    document = diagnosed(capfd, str(scrolls), "--patch", "24", "40", "40", *WIDTH, "--steps", "16", "--cache", "1")
+    document = diagnosed(
+        capfd, REPLICA, str(scrolls), "--patch", "24", "40", "40", *WIDTH, "--steps", "16", "--cache", "1"
+    )
     said = {finding["id"]: finding["message"] for finding in document["findings"]}
 
     costly = said["whole-volume-preprocessing"]
     assert "of it in `scipy.ndimage.median_filter`, called in " in costly
-    assert f"document_replica.py:{line_of('# the whole volume')} (Patches.load)" in costly
+    assert f"{line_of(REPLICA, '# the whole volume')} (Patches.load)" in costly
     assert "884,736 voxels" in costly
     assert document["lines"][0]["calls"] == "scipy.ndimage.median_filter"
     assert document["lines"][0]["share"] > 0.8
     assert "`self.cache.volumes` keeps 1 entry" in said["cache-cannot-hit"]
     assert "another shape than the one before" in said["shapes-change"]
-    assert f"document_replica.py:{line_of('scaler.scale(loss)')}" in said["scaler-without-autocast"]
+    assert line_of(REPLICA, "scaler.scale(loss)") in said["scaler-without-autocast"]
     assert all("num_workers" not in (finding["fix"] or "") for finding in document["findings"])
     assert all(prediction["id"] != "workers" for prediction in document["what_if"])
     if usable_cpus() > 1 and document["wait_share"] > 0.1:
@@ -78,6 +65,6 @@ def test_the_same_script_without_the_faults_has_none_of_them(scrolls: Path, capf
     healthy = (
         "--patch", "16", "24", "32", "--read", "patch", "--filter", "patch", "--no-zoom", "--autocast", "--cache", "100"
     )  # fmt: skip
-    document = diagnosed(capfd, str(scrolls), *WIDTH, *healthy, "--steps", "40")
+    document = diagnosed(capfd, REPLICA, str(scrolls), *WIDTH, *healthy, "--steps", "40")
     assert FAULTS.isdisjoint(finding["id"] for finding in document["findings"])
     assert "costly-line" not in {finding["id"] for finding in document["findings"]}

@@ -15,10 +15,9 @@ import torch
 from stoker.attach import ring
 from stoker.attach.session import Session
 from stoker.attach.watched_loop import GrowingContainers, Modes, Reads
-from stoker.cli import main
 from stoker.doctor.script.loop_facts import validations_of
 from stoker.doctor.script.process_watch import ProcessWatch, seen_from
-from tests.doctor.script.conftest import SCRIPTS
+from tests.doctor.script.conftest import SCRIPTS, diagnosed, line_of
 from tests.doctor.script.test_timeline import Loop, train
 
 SCRIPT = SCRIPTS / "careless.py"
@@ -28,31 +27,19 @@ HABITS = {
 }  # fmt: skip
 
 
-def diagnosed(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["doctor", "--json", "--", sys.executable, str(SCRIPT), *arguments]) == 0
-    document: dict[str, Any] = json.loads(capfd.readouterr().out)
-    return document
-
-
-def line_of(text: str) -> str:
-    """file:line of the only line of the script with this text."""
-    (number,) = (n for n, line in enumerate(SCRIPT.read_text().splitlines(), 1) if text in line)
-    return f"{SCRIPT.name}:{number}"
-
-
 def test_what_a_careless_loop_does_is_named_with_its_lines(capfd: pytest.CaptureFixture[str]) -> None:
-    said = {finding["id"]: finding["message"] for finding in diagnosed(capfd)["findings"]}
+    said = {finding["id"]: finding["message"] for finding in diagnosed(capfd, SCRIPT)["findings"]}
     assert set(said) >= HABITS
-    assert f"{line_of('# in every step')} .item()" in said["values-read-every-step"]
-    assert line_of("# and never train() again") in said["model-in-eval-mode"]
-    assert line_of("in enumerate(loader)") in said["loader-made-anew"]
+    assert f"{line_of(SCRIPT, '# in every step')} .item()" in said["values-read-every-step"]
+    assert line_of(SCRIPT, "# and never train() again") in said["model-in-eval-mode"]
+    assert line_of(SCRIPT, "in enumerate(loader)") in said["loader-made-anew"]
     assert "4 times" in said["loader-made-anew"]
 
 
 def test_a_careful_loop_whose_data_set_keeps_samples_is_told_of_the_memory_and_of_nothing_else(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    document = diagnosed(capfd, "--careful", "--keeps", "--samples", "2400", "--epochs", "1")
+    document = diagnosed(capfd, SCRIPT, "--careful", "--keeps", "--samples", "2400", "--epochs", "1")
     said = {finding["id"]: finding["message"] for finding in document["findings"]}
     assert "each of 2 workers grows by" in said["memory-grows"]
     assert "`self.seen` went from" in said["memory-grows"]

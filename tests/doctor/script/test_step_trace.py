@@ -28,7 +28,7 @@ def network() -> nn.Module:
 
 
 def trained(opened: Session | None, loop: Loop, *, accumulate: int = 1, updates: int = 5) -> nn.Module:
-    """A training that tells of its batches and updates; without a session nobody is told."""
+    """A training loop that reports its batches and updates, if there is a session."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(updates * accumulate + 1):

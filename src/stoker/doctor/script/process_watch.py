@@ -113,7 +113,7 @@ class StepMarks(NamedTuple):
     """How far the loop of a training process is."""
 
     batches: int
-    """That it has taken."""
+    """Taken by the loop so far."""
     began: bool
     done: bool
     """Whether enough is recorded."""

@@ -38,7 +38,6 @@ from stoker.core.errors import UsageError, UserError
 from stoker.doctor.script.process_watch import ProcessWatch, step_marks
 from stoker.doctor.script.recording import (
     ABOUT_FILES,
-    Recording,
     TracedStep,
     has_records,
     read_attached,
@@ -294,14 +293,6 @@ class Watch:
 
     def observed(self) -> Observed:
         return read_attached(self.folder)
-
-    def recording(self) -> Recording:
-        """The same with its notes; no error if nothing has been recorded yet."""
-        return read_recording(self.folder)
-
-    def stop(self) -> None:
-        self._session.recording = False
-        self._keep_host()
 
     def _look(self) -> None:
         while not self._stopping.wait(HOST_LOOK_S):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from stoker.config import Config
@@ -186,23 +185,18 @@ def step_s_of(job: PlannedRun, trace: Trace) -> float | None:
 
 def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config", scaling: bool = True) -> Plan:
     """Puts the parts together. Without `needs` the plan leaves out the accelerator."""
-    config, hardware, data, unit = job.config, job.hardware, job.data, job.task.unit
+    config, hardware = job.config, job.hardware
     time = time_budget(_rates(job, None if needs is None else needs.step_s), job)
     vram = needs.vram if needs is not None and not hardware.on_cpu else None
     shape, ram = _ram(job, needs)
     shm, disk, files = shm_budget(shape, hardware.shm_bytes), _disk(job, needs), open_files_budget(shape)
     if not hardware.is_here:
         files = replace(files, limit=None)  # it was read on this machine
-
-    def ram_with(workers: int, prefetch: int) -> int:
-        changed = config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch})
-        return _ram(replace(job, config=changed), needs)[1].total_bytes
-
     found = [
-        *batch_finding(job.total_batch, data.samples),
-        *vram_findings(vram, config.batch_size, config.gradient_accumulation, job.task.size_key),
-        *ram_findings(ram, job.workers, job.prefetch, ram_with),
-        *budget_findings(shm, disk, files),
+        *_batch_findings(job.total_batch, job.data.samples),
+        *_vram_findings(vram, job),
+        *_ram_findings(ram, job, needs),
+        *_other_findings(shm, disk, files),
         *time_findings(time, job, name),
     ]  # fmt: skip
     if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
@@ -211,7 +205,7 @@ def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config",
         hardware=hardware.describe(), batch_size=config.batch_size, total_batch=job.total_batch, lr=job.lr,
         steps_per_epoch=job.steps_per_epoch, epochs=config.epochs, vram=vram, ram=ram, shm=shm, disk=disk,
         open_files=files, time=time, scaling=_scaling(job, needs) if scaling else (),
-        findings=tuple(found), assumptions=_assumptions(job, ram), unit=unit,
+        findings=tuple(found), assumptions=_assumptions(job, ram), unit=job.task.unit,
         on_cpu=hardware.on_cpu, cpus=hardware.cpus, cores=hardware.cores or hardware.cpus,
     )  # fmt: skip
 
@@ -327,13 +321,11 @@ LOCAL_COPY = "local copy"
 """The part of the disk that `stage_to` takes."""
 
 
-def vram_findings(
-    vram: VramBudget | None, batch_size: int, accumulation: int, size_key: str | None = None
-) -> list[Finding]:
-    """Whether the step fits on the accelerator, and the batch size that does; `size_key` is the config key for the size
-    of a sample."""
+def _vram_findings(vram: VramBudget | None, job: PlannedRun) -> list[Finding]:
+    """Whether the step fits on the accelerator, and the batch size that does."""
     if vram is None or vram.limit_bytes is None:
         return []
+    batch_size, accumulation = job.config.batch_size, job.config.gradient_accumulation
     needed, limit = size_text(vram.peak_bytes), size_text(vram.limit_bytes)
     sizes = f"a step needs up to {needed} of VRAM, the accelerator has {limit}"
     if vram.fits:
@@ -350,13 +342,13 @@ def vram_findings(
     if checkpointed and checkpointed > (vram.largest_batch or 0):
         fixes.append(f"gradient_checkpointing=true batch_size={min(batch_size, checkpointed)}")
     if not fixes:
-        smaller = "" if size_key is None else f"a smaller {size_key}=, "
+        smaller = "" if job.task.size_key is None else f"a smaller {job.task.size_key}=, "
         fixes.append(f"{smaller}a smaller model, or an accelerator with more memory")
     return [Finding(sizes, "; or ".join(fixes), name="vram-exceeded", status="failed")]
 
 
-def ram_findings(ram: RamBudget, workers: int, prefetch: int, total_with: Callable[[int, int], int]) -> list[Finding]:
-    """Whether the host has enough memory; `total_with` returns the total for other workers and prefetch."""
+def _ram_findings(ram: RamBudget, job: PlannedRun, needs: StepNeeds | None) -> list[Finding]:
+    """Whether the host has enough memory, and the most workers and batches in flight that fit."""
     if ram.limit_bytes is None:
         return []
     sizes = f"the run needs {size_text(ram.total_bytes)} of RAM, the host has {size_text(ram.limit_bytes)}"
@@ -364,26 +356,19 @@ def ram_findings(ram: RamBudget, workers: int, prefetch: int, total_with: Callab
         if ram.total_bytes > TIGHT * ram.limit_bytes:
             return [Finding(f"{sizes}: it fits, with little to spare for the page cache", name="ram-tight")]
         return []
-    limit = ram.limit_bytes
-    fitting = fitting_loader(workers, prefetch, lambda w, p: total_with(w, p) <= TIGHT * limit)
     fix = "a lower num_workers=, prefetch_factor= or batch_size="
-    if fitting is not None:
-        fix = f"num_workers={fitting[0]} prefetch_factor={fitting[1]}"
+    # Fewer batches first, but two for each worker: that costs the least speed.
+    prefetches = range(job.prefetch, min(2, job.prefetch) - 1, -1)
+    fewer = [(workers, prefetch) for workers in range(max(1, job.workers), 0, -1) for prefetch in prefetches]
+    for workers, prefetch in (*fewer, (1, 1)):
+        less = job.config.model_copy(update={"num_workers": workers, "prefetch_factor": prefetch})
+        if _ram(replace(job, config=less), needs)[1].total_bytes <= TIGHT * ram.limit_bytes:
+            fix = f"num_workers={workers} prefetch_factor={prefetch}"
+            break
     return [Finding(sizes, fix, name="ram-exceeded", status="failed")]
 
 
-def fitting_loader(workers: int, prefetch: int, fits: Callable[[int, int], bool]) -> tuple[int, int] | None:
-    """The most workers and batches in flight that fit; reduces batches first, which costs the least speed."""
-    for fewer in range(max(1, workers), 0, -1):
-        for less in range(prefetch, 0, -1):
-            if fits(fewer, less):
-                return fewer, less
-            if less <= 2:
-                break
-    return (1, 1) if fits(1, 1) else None
-
-
-def budget_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> list[Finding]:
+def _other_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> list[Finding]:
     """What else can run out: shared memory, disk, open files."""
     found = []
     if shm.fits is False:
@@ -418,7 +403,7 @@ def budget_findings(shm: Budget, disk: Budget | None, open_files: Budget) -> lis
     return found
 
 
-def batch_finding(total_batch: int, samples: int | None) -> list[Finding]:
+def _batch_findings(total_batch: int, samples: int | None) -> list[Finding]:
     """A total batch larger than the data set: every epoch would be empty."""
     if samples is None or total_batch <= samples:
         return []

@@ -33,12 +33,6 @@ TIGHT = 0.8
 """Share of /dev/shm: one more batch per worker, or a larger image, and a worker is killed by SIGBUS."""
 
 
-def _epoch_starts(facts: Facts) -> float:
-    """Share of the time spent waiting for first batches; the very first wait of a run cannot be avoided."""
-    starts, elapsed_s = facts.observed.times.epoch_starts_s[1:], facts.observed.times.elapsed_s
-    return sum(starts) / (elapsed_s + sum(starts)) if starts and elapsed_s > 0 else 0.0
-
-
 def _transfer(facts: Facts) -> float:
     observed = facts.observed
     return (observed.times.transfer_s or 0.0) / observed.times.elapsed_s if observed.times.elapsed_s > 0 else 0.0
@@ -70,7 +64,7 @@ def _shared_cores(facts: Facts) -> float:
     return max(queued, used / facts.own_cores * (1 - (observed.times.wait_share or 0.0)) if full else 0.0)
 
 
-@check("epoch-start-stalls", "every epoch starts with a long wait", loss=_epoch_starts)
+@check("epoch-start-stalls", "every epoch starts with a long wait", loss=lambda facts: facts.epoch_start_share)
 def epoch_start_stalls(facts: Facts) -> Finding | None:
     """What: each epoch begins with a long wait for its first batch.
 
@@ -78,7 +72,7 @@ def epoch_start_stalls(facts: Facts) -> Finding | None:
 
     Example: 32 spawned workers that import torch and open an index: 20 s, every epoch of 3 minutes.
     """
-    share = _epoch_starts(facts)
+    share = facts.epoch_start_share
     if share < STARVED:
         return None
     shape, mean_s = facts.observed.loader, statistics.fmean(facts.observed.times.epoch_starts_s[1:])

@@ -66,6 +66,12 @@ class Facts:
         share = self.observed.times.wait_share
         return share is not None and share >= STARVED
 
+    @property
+    def epoch_start_share(self) -> float:
+        """Share of the time spent waiting for first batches; the very first wait of a run cannot be avoided."""
+        starts, elapsed_s = self.observed.times.epoch_starts_s[1:], self.observed.times.elapsed_s
+        return sum(starts) / (elapsed_s + sum(starts)) if starts and elapsed_s > 0 else 0.0
+
     @cached_property
     def split(self) -> Split | None:
         """From the newest batches, or from the stages of all of them; None where the kernel does not provide it."""

@@ -146,17 +146,15 @@ def loader_made_anew(facts: Facts) -> Finding | None:
 
     Example: `for epoch in range(90): train(DataLoader(...))`.
     """
-    habits, shape, observed = facts.observed.habits, facts.observed.loader, facts.observed
+    habits, shape, share = facts.observed.habits, facts.observed.loader, facts.epoch_start_share
     if habits is None or shape is None or not shape.workers or habits.loader_builds < FEWEST_BUILDS:
         return None
-    starts = observed.times.epoch_starts_s[1:]
-    share = sum(starts) / (observed.times.elapsed_s + sum(starts)) if starts and observed.times.elapsed_s > 0 else 0.0
     if share < NOTICEABLE:
         return None
     place = f" (for the loop in {habits.loader_at})" if habits.loader_at else ""
     return Finding(
         f"the DataLoader is rebuilt every epoch{place}, {habits.loader_builds} times so far; the first batch then "
-        f"takes {duration_text(statistics.fmean(starts))}, {share:.0%} of the time",
+        f"takes {duration_text(statistics.fmean(facts.observed.times.epoch_starts_s[1:]))}, {share:.0%} of the time",
         MAKE_ONCE,
         speedup_without(share),
     )

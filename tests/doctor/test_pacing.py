@@ -25,7 +25,6 @@ HIDDEN = healthy(
 
 def test_a_fast_consumer_waits_for_workers_that_a_slow_model_hides() -> None:
     seen = paced(HIDDEN, 0.4)
-    assert seen is not None
     assert seen.times.wait_share == pytest.approx(1 - 0.4 / 5.6, abs=0.02)
     assert diagnosis_of(HIDDEN).verdict == "compute-bound"
     found = diagnosis_of(seen)
@@ -34,11 +33,8 @@ def test_a_fast_consumer_waits_for_workers_that_a_slow_model_hides() -> None:
 
 
 def test_programs_that_took_the_cores_meanwhile_do_not_count() -> None:
-    assert HIDDEN.host is not None
     crowded = changed(HIDDEN, host=replace(HIDDEN.host, cpu_busy_share=1.0), consumer_cpu_s=1.0 * STEPS)
     alone, beside = paced(HIDDEN, 0.4), paced(crowded, 0.4)
-    assert alone is not None
-    assert beside is not None
     assert beside.times.wait_share == pytest.approx(alone.times.wait_share, abs=0.01)
     assert diagnosis_of(beside).verdict == diagnosis_of(alone).verdict
 
@@ -73,7 +69,6 @@ def test_what_autocast_would_do_on_a_gpu_counts_in_16_bits() -> None:
 
 def test_a_slow_consumer_does_not_wait_and_too_few_batches_are_not_simulated() -> None:
     seen = paced(HIDDEN, 8.0)
-    assert seen is not None
     assert seen.times.wait_share == pytest.approx(0.0, abs=0.01)
     assert seen.times.elapsed_s == pytest.approx(8.0 * STEPS, rel=0.01)
     assert paced(healthy(batches=batches(cpu=1.0, count=3)), 0.4) is None

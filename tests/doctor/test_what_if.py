@@ -78,14 +78,11 @@ def test_the_cpu_time_of_a_store_client_is_not_the_loops_and_is_gone_after_stagi
     shape = LoaderShape(workers=2, prefetch=2, engine="thread")
     seen = changed(observed(cpu=0.04, blocked=0.2, cpus=2), storage=storage, consumer_cpu_s=200 * 0.068, loader=shape)
     model = model_of(seen)
-    assert model is not None
     assert model.setup.consumer_threads == pytest.approx(2.0)
     assert (model.batches[0].cpu_s, model.batches[0].blocked_s) == pytest.approx((0.1, 0.14))
-    assert model.fetching is not None
     assert (model.fetching[0].cpu_s, model.fetching[0].blocked_s) == pytest.approx((0.06, 0.14))
     # Worker processes fetch for themselves, so the training process's CPU time is its own.
     processes = model_of(replace(seen, loader=replace(shape, engine="process")))
-    assert processes is not None
     assert processes.batches[0].cpu_s == pytest.approx(0.04)
     # The 120 ms between two batches shrink to 24: a worker's 40 ms of computing and the loop's 8, on two cores.
     assert named(seen, "staging").speedup.expected == pytest.approx(0.120 / 0.024, rel=0.15)
@@ -96,7 +93,6 @@ def test_a_paced_consumer_uses_no_cpu() -> None:
     paced = replace(observed(cpu=0.04, blocked=0.2), rates=LoopRates(pace=2000.0))
     seen = changed(paced, consumer_cpu_s=200 * 0.003, loader=shape)
     model = model_of(seen)
-    assert model is not None
     assert model.steps[0].cpu_s == 0.0
     assert model.steps[0].blocked_s == pytest.approx(0.004)
 
@@ -149,8 +145,6 @@ def test_the_interval_is_wider_where_batches_vary() -> None:
         replace(batch, blocked_s=0.4 if number % 40 == 7 else 0.02) for number, batch in enumerate(seen.batches)
     )
     uneven = model_of(replace(seen, batches=varied))
-    assert even is not None
-    assert uneven is not None
     narrow, wide = (speed_up(model, with_loader(4)) for model in (even, uneven))
     assert wide.high / wide.low > narrow.high / narrow.low
 

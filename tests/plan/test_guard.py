@@ -29,12 +29,10 @@ def test_workers_that_need_more_memory_than_there_is_are_refused_with_numbers_th
     assert caught.value.name == "does-not-fit"
     assert "of RAM, the host has 16 GB" in caught.value.seen
     assert "/dev/shm has 8 GB" in caught.value.seen
-    assert caught.value.hint is not None
     assert "--force" in caught.value.hint
     greedy = config("num_workers=64", "prefetch_factor=16", "batch_size=256", "loader=process", "img_size=224")
     plan = quick_plan(greedy, None, HERE)
     (fix,) = [finding.fix for finding in plan.refused if finding.name == "ram-exceeded"]
-    assert fix is not None
     words = fix.split()
     cured = quick_plan(config(*words, "batch_size=256", "loader=process", "img_size=224"), None, HERE)
     assert "ram-exceeded" not in {finding.name for finding in cured.refused}

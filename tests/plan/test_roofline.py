@@ -86,14 +86,13 @@ def test_parts_add_up_and_are_named() -> None:
     took = step_seconds([convolution, relu, op("_fused_sgd_", "update", read=9)], A100, channels_last=False)
     assert set(took.by_kind) == {"convolution", "layout", "pointwise", "update"}
     assert sum(took.by_kind.values()) == pytest.approx(took.device_s)
-    assert took.total_s == max(took.device_s, took.host_s)
 
 
 def test_many_small_operators_are_bound_by_the_host_that_calls_them() -> None:
     took = step_seconds([op("relu", read=0.01)] * 1000, A100, channels_last=True)
-    assert took.launch_bound
     assert took.total_s == pytest.approx(1000 * roofline.HOST_S)
-    assert not step_seconds([op("relu", read=1000)], A100, channels_last=True).launch_bound
+    large = step_seconds([op("relu", read=1000)], A100, channels_last=True)
+    assert large.total_s == large.device_s
 
 
 def test_a_compiled_chain_is_read_once_and_written_once() -> None:

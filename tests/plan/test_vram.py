@@ -52,13 +52,11 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     step, limit = resnet18_step(), 900 * MB
     budget = planned(step, 32, limit)
     assert budget.fits
-    assert budget.largest_batch is not None
     assert budget.largest_batch > 32
     at_it = planned(step, budget.largest_batch, limit, search=False)
     above = planned(step, budget.largest_batch + 1, limit, search=False)
     assert at_it.fits
     assert above.fits is False
-    assert budget.largest_batch_checkpointed is not None
     assert budget.largest_batch_checkpointed > budget.largest_batch
 
 
@@ -85,7 +83,6 @@ def test_a_model_that_cannot_be_traced_gets_a_bound_and_a_note_with_the_operator
     plain = dataclasses.replace(resnet18_step(), precision="32", checkpointed=None)
     budget, trace = trace_vram(dataclasses.replace(plain, build_model=Reads), 32, 2000 * MB)
     assert trace is None
-    assert budget.note is not None
     assert "aten.nonzero" in budget.note
     traced = planned(plain, 32)
     assert traced.peak_bytes < budget.peak_bytes < 2 * traced.peak_bytes

@@ -279,6 +279,9 @@ class _Fetches:
         here.clock, here.preparing = None, False
         self.__init__()  # type: ignore[misc]
         self.is_forked = True
+        opened = session.current()
+        if opened is not None:
+            opened.after_fork()
 
 
 fetches = _Fetches()
@@ -288,15 +291,8 @@ def patch_fetchers(module: Any) -> None:
     for name, attribute in (("_MapDatasetFetcher", "dataset"), ("_IterableDatasetFetcher", "dataset_iter")):
         fetcher = getattr(module, name)
         fetcher.fetch = _clocked(fetcher.fetch, attribute)
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=fetches.forget)
     survive_forks()
-
-
-def _after_fork() -> None:
-    fetches.forget()
-    opened = session.current()
-    if opened is not None:
-        opened.after_fork()
 
 
 def _clocked(original: Any, attribute: str) -> Any:

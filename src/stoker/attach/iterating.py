@@ -212,7 +212,7 @@ class _Process:
     def forget(self) -> None:
         """After a fork: the log and the workers belong to the parent."""
         if self.log is not None:
-            self.log.loop.forget()
+            self.log.loop.stop_counting(None)
         self.log = None
         self.workers.clear()
 

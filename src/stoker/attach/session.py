@@ -73,14 +73,6 @@ def current() -> Session | None:
     return _current[0] if _current else None
 
 
-def begin(folder: str, steps: int | None = None, seconds: float | None = None) -> Session:
-    """Opens the session of this process; later calls return the same one."""
-    if not _current:
-        _current.append(Session(folder, steps, seconds))
-        _current[0].say(started_ns=time.perf_counter_ns(), clock_s=time.time(), rank=rank_of_environment())
-    return _current[0]
-
-
 def _number_in(*variables: str) -> int | None:
     return next((int(value) for name in variables if (value := os.environ.get(name, "")).isdigit()), None)
 
@@ -197,8 +189,11 @@ def start_from_environment() -> None:
 
 
 def start(folder: str, steps: float | None = None, seconds: float | None = None) -> Session:
-    """Records this process into the folder, until it ends or the limit is reached."""
-    opened = begin(folder, None if steps is None else int(steps), seconds)
+    """Records this process into the folder, until it ends or the limit is reached; again has no effect."""
+    if not _current:
+        _current.append(Session(folder, None if steps is None else int(steps), seconds))
+        _current[0].say(started_ns=time.perf_counter_ns(), clock_s=time.time(), rank=rank_of_environment())
+    opened = _current[0]
     try:
         patch_on_import()
     except Exception as error:  # the script comes first

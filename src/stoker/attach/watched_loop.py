@@ -248,21 +248,13 @@ class Loop:
         elif self.steps == COUNT_FROM + COUNT_STEPS:
             self.stop_counting(opened)
 
-    def stop_counting(self, opened: Session) -> None:
-        """Ends counting, also where a short script ends before."""
+    def stop_counting(self, opened: Session | None) -> None:
+        """Ends counting, also where a short script ends before; without a session, in a worker, nothing is said."""
         reads, self._reads = self._reads, None
-        if reads is not None:
+        if reads is not None and opened is not None:
             reads.end(self.steps, opened)
-        self._leave_trace()
-
-    def forget(self) -> None:
-        """After a fork: a worker does not count."""
-        reads, self._reads = self._reads, None
-        if reads is not None:
+        elif reads is not None:
             reads.restore()
-        self._leave_trace()
-
-    def _leave_trace(self) -> None:
         traced, self._traced = self._traced, None
         if traced is not None:
             traced.leave()

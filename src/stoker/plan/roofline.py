@@ -88,15 +88,10 @@ class AllReduce:
 @dataclass(frozen=True)
 class StepTime:
     total_s: float
+    """The device time, or that of the host for launching all operators if it is longer."""
     by_kind: dict[str, float]
     """They add up to the device time; `communication` is only the part that the backward pass does not hide."""
     device_s: float
-    host_s: float
-    """For launching all operators; if it is longer than the device time, the step is launch-bound."""
-
-    @property
-    def launch_bound(self) -> bool:
-        return self.host_s > self.device_s
 
 
 def step_seconds(
@@ -125,7 +120,7 @@ def step_seconds(
         by_kind["communication"] = max(sending_s - backward_s, last_bucket_s)
     device_s = sum(by_kind.values())
     host_s = 0.0 if sheet.is_cpu else len(todo) * (HOST_COMPILED_S if compiled else HOST_S)
-    return StepTime(max(device_s, host_s), by_kind, device_s, host_s)
+    return StepTime(max(device_s, host_s), by_kind, device_s)
 
 
 def kind_of(op: TracedOp) -> Kind:

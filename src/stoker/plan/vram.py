@@ -33,7 +33,6 @@ ROUND_LARGE = 2 << 20  # kRoundLarge: such a segment is rounded up to a multiple
 class _Block:
     size: int
     address: int
-    segment: int
     small: bool
     previous: _Block | None = None
     next: _Block | None = None
@@ -75,7 +74,11 @@ class CachingAllocator:
         block = self._best_fit(rounded, small) or self._new_segment(rounded, small)
         remaining = block.size - rounded
         if remaining >= MIN_BLOCK if small else remaining > SMALL_SIZE:
-            self._split(block, rounded)
+            rest = _Block(remaining, block.address + rounded, small, block, block.next)
+            if block.next is not None:
+                block.next.previous = rest
+            block.size, block.next = rounded, rest
+            self._put_in(rest)
         self._used[number] = block
         self.allocated += block.size
 
@@ -109,7 +112,7 @@ class CachingAllocator:
                 raise OutOfMemory(f"{wanted} bytes on top of {self.reserved} of {self.limit}")
         self.reserved += wanted
         self.reserved_peak = max(self.reserved_peak, self.reserved)
-        block = _Block(wanted, self._next_address, self._next_address, small)
+        block = _Block(wanted, self._next_address, small)
         # Far apart: blocks of two segments are never neighbours.
         self._next_address += wanted + 1
         return block
@@ -125,13 +128,6 @@ class CachingAllocator:
         for block in whole:
             self._take_out(block)
             self.reserved -= block.size
-
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.size - size, block.address + size, block.segment, block.small, block, block.next)
-        if block.next is not None:
-            block.next.previous = rest
-        block.size, block.next = size, rest
-        self._put_in(rest)
 
     def _put_in(self, block: _Block) -> None:
         block.free = True

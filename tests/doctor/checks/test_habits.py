@@ -23,7 +23,6 @@ def message(finding_id: str, habits: LoopHabits, **changes: Any) -> str | None:
 def test_values_read_in_every_step_are_named_with_what_they_cost_on_a_device() -> None:
     often = LoopHabits(reads=(READ, DeviceRead("float()", "metrics.py:7", 2.0, on_device=False)))
     said = message("values-read-every-step", often)
-    assert said is not None
     assert "3 times (train.py:41 .item(), metrics.py:7 float())" in said
     assert "harmless on the CPU" in said
     on_device = LoopHabits(reads=(DeviceRead(".item()", "train.py:41", 1.0, on_device=True),))
@@ -43,7 +42,6 @@ def test_a_model_in_eval_mode_is_named_with_the_line_that_switched_it() -> None:
 def test_a_loader_that_is_made_anew_is_named_if_its_first_batches_take_time() -> None:
     anew = LoopHabits(loader_builds=5, loader_at="train.py:30")
     said = message("loader-made-anew", anew, epoch_starts_s=(2.0, 0.5, 0.5, 0.5, 0.5))
-    assert said is not None
     assert "(for the loop in train.py:30), 5 times so far; the first batch then takes 500 ms, 17% of the time" in said
     assert message("loader-made-anew", anew, epoch_starts_s=(2.0, 0.01, 0.01)) is None
     assert message("loader-made-anew", LoopHabits(), epoch_starts_s=(2.0, 0.5, 0.5)) is None

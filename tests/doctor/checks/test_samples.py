@@ -59,7 +59,6 @@ def test_a_filter_over_a_whole_volume_is_the_verdict_with_its_line_and_its_cost(
     assert "one sample costs 1.5 s of CPU, 91% of it in `scipy.ndimage.median_filter`" in said
     assert "called in data.py:88 (Patches.load)" in said
     assert "32,768,000 voxels, 25 times the patch" in said
-    assert found.findings[0].speedup is not None
     assert found.findings[0].speedup.expected > 5
 
 
@@ -88,7 +87,6 @@ def test_a_model_on_the_cpu_that_hides_a_costly_sample_is_not_told_to_stop_tunin
     )
     found = judge(hidden)
     assert found.verdict == "compute-bound"
-    assert found.findings[0].fix is not None
     assert "stop tuning" not in found.findings[0].fix
     assert "an accelerator would wait" in found.findings[0].seen
     assert "whole-volume-preprocessing" in {finding.name for finding in found.findings}

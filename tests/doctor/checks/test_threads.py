@@ -37,9 +37,7 @@ def test_threads_of_small_operations_that_find_no_core_are_the_verdict() -> None
         "torch computes with 2 threads on 2 cores, and they wait for a core 76% of the time they could run: "
         "a step computes for 58.6 ms"
     )
-    assert found.findings[0].fix is not None
     assert "OMP_NUM_THREADS=1" in found.findings[0].fix
-    assert found.findings[0].speedup is not None
     assert 3 < found.findings[0].speedup.expected < 15
 
 
@@ -55,7 +53,6 @@ def test_more_threads_than_cores_are_named_for_all_ranks_together() -> None:
     found = {each.name: each for each in judge(computing(ranks, 0.3, 0.4, cpus=16)).findings}
     said = found["threads-wait-for-each-other"]
     assert "16 threads in each of 4 ranks on 16 cores" in said.seen
-    assert said.fix is not None
     assert "OMP_NUM_THREADS=3" in said.fix  # cores are left for the workers
 
 
@@ -64,7 +61,6 @@ def test_threads_that_libraries_start_in_workers_are_named_where_cores_are_short
     full = starved(cpu=0.04, runq=0.04, host=HostFacts(cpus=2, cpu_busy_share=1.0), threads=threads)
     found = {each.name: each for each in judge(full).findings}
     assert "take 0.8 of 2 cores, 43% of the workers' CPU time" in found["workers-start-threads"].seen
-    assert found["workers-start-threads"].fix is not None
     assert "cv2.setNumThreads(0)" in found["workers-start-threads"].fix
     for changed in (
         replace(full, threads=replace(threads, worker_threads_cpu_s=0.2)),

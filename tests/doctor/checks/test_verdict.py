@@ -120,7 +120,6 @@ def remote(**facts: float) -> Observed:
 
 def test_remote_latency_is_distinguished_from_remote_bandwidth() -> None:
     rate = remote().images_per_second
-    assert rate is not None
     assert judge(remote(parallel_bytes_per_second=rate * 100_000 * 10)).verdict == "storage-bound-latency"
     assert judge(remote(parallel_bytes_per_second=rate * 100_000)).verdict == "storage-bound-bandwidth"
     assert judge(remote(latency_s=0.009)).verdict == "storage-bound-latency"
@@ -154,7 +153,6 @@ def test_a_few_slow_samples_are_named() -> None:
 def test_with_few_slow_batches_most_work_is_in_unfinished_ones() -> None:
     slow = batches(cpu=0.01, blocked=4.0, count=1)
     few = changed(starved(cpu=0.01), steps=1, samples=8, elapsed_s=4.1, wait_s=4.0, batches=slow, stages={})
-    assert few.loader is not None
     few = replace(few, loader=replace(few.loader, workers=4))
     assert Facts(few).busy_workers == pytest.approx(0.245, abs=0.01)
     assert judge(few).verdict != "handover-bound"
@@ -164,7 +162,6 @@ def test_slow_epoch_starts_without_persistent_workers() -> None:
     found = judge(healthy(epoch_starts_s=(5.0, 4.0, 4.0), loader=RESTARTED)).findings[0]
     assert found.fix == "DataLoader(..., persistent_workers=True)"
     gain = found.speedup
-    assert gain is not None
     assert gain.low < 1.8 == pytest.approx(gain.high)
 
 

@@ -110,7 +110,6 @@ def worker(number: int, side: int, changes: int = 0, seen: int = 50) -> FetchFil
 )
 def test_shapes_that_differ_between_workers_change_from_batch_to_batch(workers: list[FetchFile], changes: int) -> None:
     seen = preparation_of(workers)
-    assert seen is not None
     assert seen.shape_changes == changes
 
 

@@ -12,27 +12,22 @@ import pytest
 from stoker.attach.fetching import FetchTotals, collections
 from stoker.attach.ring import FETCH_STRUCT, HEADER_BYTES, FetchRecord
 from stoker.doctor.script.run_script import AttachResult, run_attached
-from tests.doctor.script.conftest import SCRIPTS, Attached, attach
+from tests.doctor.script.conftest import SCRIPTS, attached
 from tests.support.images import encode, noise
 
 
-def test_a_stream_has_samples_but_no_length(attached: Attached) -> None:
+def test_a_stream_has_samples_but_no_length() -> None:
     seen = attached("plain.py", "--stream").observed
-    assert seen is not None
-    assert seen.loader is not None
     assert seen.loader.samples is None
     assert seen.samples == 14 * 4
     assert len(seen.batches) == 16
     assert {batch.worker for batch in seen.batches[:2]} == {0, 1}  # in the order they were handed out
 
 
-def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_included(attached: Attached) -> None:
+def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_included() -> None:
     seen = attached("plain.py", "--workers", "0", "--sleep-ms", "8", "--validate").observed
-    assert seen is not None
-    assert seen.loader is not None
     assert (seen.loader.workers, seen.loader.engine, seen.loader.prefetch) == (0, "main", None)
     assert (seen.steps, len(seen.batches)) == (14, 16)
-    assert seen.times.validation_s is not None
     assert seen.times.validation_s > 2 * 12 * 0.009
     made = sum(batch.wall_s for batch in seen.batches)
     # The loop waits while a batch is made, and hardly longer: far less than validation would add.
@@ -41,7 +36,7 @@ def test_without_workers_batches_are_made_in_the_loop_and_validation_is_not_incl
 
 @pytest.fixture(scope="module")
 def sleeping_and_spinning() -> AttachResult:
-    return attach(
+    return attached(
         "plain.py", "--workers", "3", "--sleep-ms", "16", "--spin-ms", "8", "--samples", "60", "--epochs", "1",
         "--slow", "17",
     )  # fmt: skip
@@ -51,10 +46,7 @@ def sleeping_and_spinning() -> AttachResult:
 def test_sleeping_and_computing_are_distinguished_on_a_busy_machine(sleeping_and_spinning: AttachResult) -> None:
     # Three spinning workers, perhaps on two cores that others use too: much of the time they are runnable.
     seen = sleeping_and_spinning.observed
-    assert seen is not None
     stage = seen.stages["other"]
-    assert stage.blocked_s is not None
-    assert stage.cpu_s is not None
     # A sleep may take longer than asked for, but not less.
     assert stage.blocked_s >= 0.95 * (60 * 0.016 + 0.25)
     assert 0.95 * 60 * 0.008 <= stage.cpu_s <= 1.5 * 60 * 0.008
@@ -87,7 +79,6 @@ def test_a_full_garbage_collection_is_not_the_samples_fault(tmp_path: Path) -> N
 
 def test_a_slow_sample_is_named(sleeping_and_spinning: AttachResult) -> None:
     seen = sleeping_and_spinning.observed
-    assert seen is not None
     assert seen.slow_samples[0].name == "sample 17"
     assert seen.slow_samples[0].seconds > 0.25
 
@@ -98,21 +89,18 @@ def test_rank_0_of_two_is_reported() -> None:
     result = run_attached([*torchrun, "--standalone", "--nproc-per-node", "2", *script])
     assert result.exit_code == 0
     assert any(note == "2 ranks trained; these are the times of rank 0" for note in result.notes)
-    assert result.observed is not None
     assert result.observed.steps == 7
     assert len(result.observed.batches) == 8
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.release)])
-def test_the_workers_batches_are_recorded(attached: Attached, method: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_workers_batches_are_recorded(method: str, capfd: pytest.CaptureFixture[str]) -> None:
     result = attached("plain.py", "--start", method, "--workers", "1", "--persistent")
     out, err = capfd.readouterr()
     assert out.startswith("trained 16 batches")
     assert err == "a word on stderr\n"
     seen = result.observed
     assert result.exit_code == 0
-    assert seen is not None
-    assert seen.loader is not None
     assert (seen.loader.start_method, seen.loader.workers, seen.loader.persistent) == (method, 1, True)
     assert (seen.loader.batch_size, seen.loader.samples, seen.loader.prefetch) == (4, 32, 2)
     assert (seen.steps, seen.samples, len(seen.times.epoch_starts_s)) == (14, 56, 2)
@@ -133,17 +121,13 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("style", ["torchvision", "timm"])
-def test_images_pass_through_every_stage(attached: Attached, pictures: Path, style: str) -> None:
+def test_images_pass_through_every_stage(pictures: Path, style: str) -> None:
     where = [str(pictures), "--timm"] if style == "timm" else [str(pictures / "train")]
     seen = attached("images.py", *where).observed
-    assert seen is not None
     assert set(seen.stages) == {"fetch", "decode", "augment", "collate", "other"}
-    assert seen.stages["decode"].cpu_s is not None
-    assert seen.stages["fetch"].cpu_s is not None
     assert seen.stages["decode"].cpu_s > seen.stages["fetch"].cpu_s
     assert seen.stages["augment"].calls == sum(batch.samples for batch in seen.batches)
     size = sum(path.stat().st_size for path in pictures.rglob("*.jpg")) / 24
-    assert seen.storage is not None
     assert seen.storage.bytes_per_sample == pytest.approx(size, rel=0.2)
     assert seen.storage.kind is not None
     assert pictures.is_relative_to(seen.storage.root or "/nowhere")

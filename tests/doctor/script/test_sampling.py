@@ -56,7 +56,6 @@ def spots_of(folder: Path, work: Callable[[], None], looks: int = 0) -> dict[str
     totals.spots._write()
     totals._write_totals()
     found = preparation_of(read_fetches(folder))
-    assert found is not None
     return {spot.function: spot for spot in found.spots}
 
 

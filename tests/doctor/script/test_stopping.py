@@ -13,23 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.script.conftest import SCRIPTS, Attached
+from tests.doctor.script.conftest import SCRIPTS, attached
 from tests.support.waiting import DEADLINE_S, wait_until
 
 
-def test_after_the_requested_steps_the_script_and_its_workers_are_ended(attached: Attached) -> None:
+def test_after_the_requested_steps_the_script_and_its_workers_are_ended() -> None:
     result = attached("plain.py", "--workers", "1", "--samples", "4000", "--epochs", "100", steps=12)
     assert result.stopped
     assert result.exit_code == 0
-    assert result.observed is not None
     assert result.observed.steps == 11  # the first of the epoch is not included
     assert any("stopped" in note for note in result.notes)
 
 
-def test_after_the_requested_seconds_too(attached: Attached) -> None:
+def test_after_the_requested_seconds_too() -> None:
     result = attached("plain.py", "--workers", "0", "--samples", "4000", "--epochs", "100", seconds=0.5)
     assert result.stopped
-    assert result.observed is not None
     assert 0 < result.observed.steps < 100 * 1000
 
 
@@ -81,9 +79,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_script_once_and_the_report_follows(tmp
     assert doctor.returncode == 6
 
 
-def test_a_crash_keeps_its_traceback_its_code_and_the_records_so_far(
-    attached: Attached, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crash_keeps_its_traceback_its_code_and_the_records_so_far(capfd: pytest.CaptureFixture[str]) -> None:
     result = attached("plain.py", "--workers", "1", "--fail-at", "5")
     err = capfd.readouterr().err
     assert result.exit_code == 1
@@ -92,18 +88,16 @@ def test_a_crash_keeps_its_traceback_its_code_and_the_records_so_far(
     assert "stoker/doctor/script" not in err
     assert "stoker/attach" not in err
     assert "stoker." not in err
-    assert result.observed is not None
     assert result.observed.steps == 4
 
 
-def test_a_script_killed_by_a_signal_exits_with_128_plus_its_number(attached: Attached) -> None:
+def test_a_script_killed_by_a_signal_exits_with_128_plus_its_number() -> None:
     result = attached("endings.py", "--kill-self-at", "6")
     assert result.exit_code == 128 + signal.SIGKILL
-    assert result.observed is not None
     assert result.observed.steps == 5
 
 
-def test_a_worker_that_the_kernel_kills_is_named(attached: Attached) -> None:
+def test_a_worker_that_the_kernel_kills_is_named() -> None:
     result = attached("endings.py", "--killed-worker")
     assert result.exit_code == 1
     assert "worker 0 of a loader was killed by SIGKILL: the kernel does this when memory runs out" in result.notes

@@ -32,8 +32,7 @@ def run(command: list[str], folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+    return json.loads(done.stdout)
 
 
 def test_a_scripts_waits_are_reported_with_what_could_not_be_measured(without_proc: list[str], tmp_path: Path) -> None:

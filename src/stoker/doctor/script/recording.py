@@ -282,10 +282,8 @@ def read_steps(folder: Path) -> list[StepFile]:
         data = path.read_bytes()
         if not _is_whole(data, path, ring.STEP):
             continue
-        steps, done, began = ring.STEP_MARKS.unpack_from(data, ring.STEP_MARKS_AT)
         rows, lost = _records(data, ring.STEP)
-        pid = int(path.stem.split("-")[1])
-        files.append(StepFile(pid, steps, bool(done), began, lost, tuple(StepRecord(*row) for row in rows)))
+        files.append(StepFile(int(path.stem.split("-")[1]), lost, tuple(StepRecord(*row) for row in rows)))
     return files
 
 

@@ -66,9 +66,6 @@ class StepFile:
     """What one training process took."""
 
     pid: int
-    steps: int
-    done: bool
-    began_ns: int
     lost: int
     """Records that newer ones have overwritten."""
     records: tuple[StepRecord, ...]

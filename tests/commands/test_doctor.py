@@ -14,8 +14,8 @@ import pytest
 
 from stoker.cli import main
 from stoker.core.finding import Estimate
-from stoker.doctor.diagnosing import keep_predictions, settle_predictions
 from stoker.doctor.diagnosis import Diagnosis, Prediction
+from stoker.doctor.predictions import keep_predictions, settle_predictions
 from stoker.doctor.screen import doctor_text
 from stoker.profile.clock_file import FORMAT
 from stoker.profile.observed import LoaderShape, LoopRates, LoopTimes, Observed

@@ -106,9 +106,8 @@ def test_batches_of_an_accumulated_update_are_counted(engine: LoaderSettings, in
 
 
 def test_open_files_grow_with_workers_and_slots() -> None:
-    few = open_files_budget(HostShape(replace(PROCESSES, workers=2)), 1024)
-    assert few.fits
-    many = open_files_budget(HostShape(replace(PROCESSES, workers=64, prefetch=32)), 1024)
-    assert many.fits is False
+    assert open_files_budget(HostShape(replace(PROCESSES, workers=2))).needed < 1024
+    many = open_files_budget(HostShape(replace(PROCESSES, workers=64, prefetch=32)))
+    assert many.needed > 1024
     assert many.parts["slots of shared memory"] == 64 * 32 + 2
     assert open_files_budget(HostShape(THREADS)).needed > 0

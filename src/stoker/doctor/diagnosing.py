@@ -1,4 +1,4 @@
-"""From a config, a run folder or a script to a diagnosis; and predictions.jsonl, a run's record of predictions.
+"""From a config, a run folder or a script to a diagnosis.
 
 What the doctor is asked about decides what is imported: a script needs neither torch nor our training.
 """
@@ -6,25 +6,22 @@ What the doctor is asked about decides what is imported: a script needs neither 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stoker.core.console import say, say_notes
 from stoker.core.errors import UsageError
-from stoker.core.finding import Estimate
 from stoker.doctor.checks.facts import Facts
 from stoker.doctor.checks.verdict import judge
 from stoker.doctor.diagnosis import Confirmation, Diagnosis, Prediction
 from stoker.doctor.what_if import WORTH_SAYING, what_if
-from stoker.profile.observed import LoaderShape, LoopTimes, Observed
+from stoker.profile.observed import LoopTimes, Observed
 
 if TYPE_CHECKING:
     from stoker.doctor.pacing import ScriptPace
@@ -134,6 +131,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def _of_folder(path: Path) -> Diagnosis:
+    from stoker.doctor.predictions import keep_predictions, settle_predictions
     from stoker.doctor.script.recording import has_records
     from stoker.profile.clock_reading import read_observed
     from stoker.run.folder import RunFolder, find_run
@@ -154,6 +152,7 @@ def _of_config(
     from stoker.config.reading import load_for_command
     from stoker.doctor.config_trials import DEFAULT_SECONDS, trial_seconds
     from stoker.doctor.pacing import seconds_of_a_step
+    from stoker.doctor.predictions import keep_confirmation, keep_predictions, settle_predictions
     from stoker.profile.host import fit_to_machine, read_machine
     from stoker.run.folder import run_folder_for
 
@@ -184,7 +183,7 @@ def _of_config(
     if not measured:
         return diagnosis
     confirmation = Confirmation(best, measured, measured / before)
-    _append(folder, [confirmation.as_dict()])
+    keep_confirmation(folder, confirmation)
     return replace(diagnosis, confirmation=confirmation)
 
 
@@ -225,86 +224,3 @@ def _tried(
         shown = what
 
     return run(progress=tell)
-
-
-def keep_predictions(folder: Path, diagnosis: Diagnosis) -> None:
-    """Appends the predictions that can be tried to predictions.jsonl, with the settings that they started from."""
-    shape = diagnosis.observed.loader
-    if shape is None:
-        return
-    start = _settings(shape, diagnosis.observed)
-    lines = [
-        prediction.as_dict() | {"from": start, "before": diagnosis.observed.images_per_second}
-        for prediction in diagnosis.predictions
-        if prediction.settings
-    ]
-    # Diagnosing a run twice is not a second prediction.
-    known = [(line.get("label"), line.get("from"), line.get("before")) for line in _read(folder)]
-    _append(folder, [line for line in lines if (line["label"], line["from"], line["before"]) not in known])
-
-
-def settle_predictions(folder: Path, observed: Observed) -> Confirmation | None:
-    """The newest prediction about the settings that are observed now, with its error; appended to the file once."""
-    shape, rate = observed.loader, observed.images_per_second
-    if shape is None or not rate:
-        return None
-    now = _settings(shape, observed)
-    for line in reversed(_read(folder)):
-        if "measured_speedup" in line:
-            return None  # the newest line is a measurement already: no prediction is open
-        before, start = line.get("before"), line.get("from")
-        if not before or not isinstance(start, dict) or start == now or start | line.get("settings", {}) != now:
-            continue
-        prediction = _prediction(line)
-        if prediction is not None:
-            confirmation = Confirmation(prediction, rate, rate / before)
-            _append(folder, [confirmation.as_dict()])
-            return confirmation
-    return None
-
-
-def _settings(shape: LoaderShape, observed: Observed) -> dict[str, Any]:
-    """What must be the same, apart from the change, for two measurements to be comparable: also the consumer's pace."""
-    found = {"num_workers": shape.workers, "prefetch_factor": shape.prefetch or 2, "batch_size": shape.batch_size}
-    pace = observed.rates.pace
-    return found if pace is None else found | {"pace": round(pace, 3)}
-
-
-def _prediction(line: dict[str, Any]) -> Prediction | None:
-    try:
-        return Prediction(
-            id=line["id"],
-            label=line["label"],
-            speedup=Estimate(**line["speedup"]),
-            images_per_second=Estimate(**line["images_per_second"]),
-            settings=tuple(line["settings"].items()),
-        )
-    except (KeyError, TypeError, AttributeError):
-        return None  # written by another version
-
-
-def _read(folder: Path) -> list[dict[str, Any]]:
-    from stoker.run.folder import RunFolder
-    from stoker.run.json_lines import read_records
-
-    try:
-        return list(read_records(RunFolder(folder).predictions_file))
-    except OSError:
-        return []
-
-
-def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
-    from stoker.core.files import open_to_append
-    from stoker.run.folder import RunFolder
-
-    if not lines:
-        return
-    path = RunFolder(folder).predictions_file
-    text = "".join(json.dumps(line | {"time": time.time()}) + "\n" for line in lines)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_to_append(path), "a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        # A read-only run can still be diagnosed.
-        say(f"note: {path} cannot be written: {error.strerror or error}")

@@ -170,14 +170,13 @@ def shm_budget(shape: HostShape, limit_bytes: int | None) -> Budget:
     return Budget(sum(parts.values()), limit_bytes, parts)
 
 
-def open_files_budget(shape: HostShape, limit: int | None = None) -> Budget:
-    """The most files that one process has open, and its soft limit unless another limit is given.
+def open_files_budget(shape: HostShape) -> Budget:
+    """The most files that one process has open, and its soft limit.
 
     The limit is per process, so this counts the training process or one of its workers, whichever needs more.
     """
-    if limit is None:
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        limit = None if soft == resource.RLIM_INFINITY else soft
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = None if soft == resource.RLIM_INFINITY else soft
     reader = {"reads under way": CONNECTIONS if shape.remote else READ_AT_ONCE}
     loaders = [loader for loader in (shape.loader, shape.validation) if loader is not None]
     forked = [loader for loader in loaders if loader.engine == "process" and loader.workers]

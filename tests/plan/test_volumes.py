@@ -82,7 +82,7 @@ def test_volumes_that_can_be_reached_are_looked_at_and_measured(stoker: Run, tmp
     text = stoker("plan", path, *MACHINE, "--measure").out
     assert "predicting a volume of 40 x 48 x 56:" in text
     assert "other batch and patch sizes:" in text
-    assert "patches/s, measured here" in text
+    assert "patches/s (measured here)" in text
     assert "images/s" not in text
     assert "patches of 34 x 32 x 32 are padded to 36 x 32 x 32: a step computes 1.06 times the voxels" in text
 

@@ -5,9 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 UV     ?= $(BIN)/uv
-# One more than the cores of a small machine: many tests wait for processes, servers or outages. By `worksteal`, tests of
+# Twice the cores of a small machine: many tests wait for processes, servers or outages. By `worksteal`, tests of
 # one file mostly run in one process, so that what they share is set up once.
-JOBS   ?= 3
+JOBS   ?= 4
 CHROMIUM ?= yes
 
 .PHONY: help setup check test oracle attack browser demo bench picture lock clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
@@ -118,7 +119,9 @@ def test_memory_of_a_worker_counts_what_it_allocates() -> None:
     memory = Memory(is_forked=True)
     if (before := memory.private_bytes()) < 0:
         pytest.skip("this kernel does not provide it")
-    held = bytearray(b"x") * 60_000_000
+    # Not by malloc, which may reuse what other tests freed.
+    held = mmap.mmap(-1, 60_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held[:] = bytes(len(held))
     assert memory.private_bytes() - before > 0.5 * len(held)
 
 

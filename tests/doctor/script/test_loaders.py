@@ -98,7 +98,9 @@ def test_the_workers_batches_are_recorded(method: str, capfd: pytest.CaptureFixt
     result = attached("plain.py", "--start", method, "--workers", "1", "--persistent")
     out, err = capfd.readouterr()
     assert out.startswith("trained 16 batches")
-    assert err == "a word on stderr\n"
+    # Python's own tracker may say that a semaphore which another thread is just removing has leaked.
+    said = [line for line in err.splitlines() if "resource_tracker" not in line and "warnings.warn(" not in line]
+    assert said == ["a word on stderr"]
     seen = result.observed
     assert result.exit_code == 0
     assert (seen.loader.start_method, seen.loader.workers, seen.loader.persistent) == (method, 1, True)

@@ -90,13 +90,19 @@ class During:
 
 @pytest.fixture
 def telling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a command that has no progress line of its own; other tests may have trained in this process."""
+    """As in a command that has no progress line of its own; other tests may have trained in this process, or started
+    a thread that says it."""
+
+    def end() -> None:
+        outage.told_elsewhere()
+        if outage._teller is not None:
+            outage._teller.join(DEADLINE_S)
+
+    end()
     monkeypatch.setattr(outage, "_is_told_elsewhere", False)
     monkeypatch.setattr(outage, "_teller", None)
     yield
-    outage.told_elsewhere()
-    if outage._teller is not None:
-        outage._teller.join(DEADLINE_S)
+    end()
 
 
 @pytest.mark.usefixtures("telling")

@@ -7,6 +7,7 @@ memory, because this machine's disk takes fewer files a second than the clients 
 only stoker waits until its files are on the disk.
 
     python -m bench.stage                 the clients
+    python -m bench.stage --against OLD/.venv/bin/python
     python -m bench.stage concurrency     the concurrency found, against fixed ones, without and with 50 ms a request
 """
 
@@ -36,6 +37,7 @@ LATENCY_MS = 50
 LEVELS = (16, 32, 64, 128, 256, 512)
 PREFIX = "train"
 MEMORY = "/dev/shm"
+FORMER = "stoker of another checkout"
 
 
 class Clients:
@@ -86,13 +88,15 @@ class Clients:
         return Spread(tuple(seconds / (self.bytes / 1e9) for seconds in self.cpu_s[name]))
 
 
-def ours(*options: str) -> list[str]:
-    return [sys.executable, "-m", "stoker", "stage", f"s3://{BUCKET}/{PREFIX}", "TARGET", *options]
+def ours(*options: str, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "stoker", "stage", f"s3://{BUCKET}/{PREFIX}", "TARGET", *options]
 
 
-def contenders(clients: Clients) -> dict[str, Callable[[], float]]:
+def contenders(clients: Clients, against: str | None) -> dict[str, Callable[[], float]]:
     endpoint = clients.server.endpoint
     found: dict[str, list[str]] = {"stoker": ours()}
+    if against is not None:
+        found[FORMER] = ours(python=against)
     if (python := python_of("s5cmd")) is not None:
         program = next((python.parent.parent / "lib").glob("python*/site-packages/s5cmd/bin/s5cmd"))
         found["s5cmd"] = [str(program), "--endpoint-url", endpoint, "cp", f"s3://{BUCKET}/{PREFIX}/*", "TARGET/"]
@@ -114,10 +118,10 @@ def contenders(clients: Clients) -> dict[str, Callable[[], float]]:
             for name, command in (found | limits).items()}  # fmt: skip
 
 
-def measure_clients(clients: Clients, rounds: int) -> None:
-    spreads = interleave(contenders(clients), rounds)
+def measure_clients(clients: Clients, rounds: int, against: str | None) -> None:
+    spreads = interleave(contenders(clients, against), rounds)
     cpu = {name: clients.cpu_per_gb(name) for name in spreads}
-    peers = [name for name in ("s5cmd", "rclone", "awscrt directly") if name in spreads]
+    peers = [name for name in (FORMER, "s5cmd", "rclone", "awscrt directly") if name in spreads]
     ratios = {f"stoker / {peer}": ratio(spreads["stoker"], spreads[peer]) for peer in peers}
     if "s5cmd" in cpu:
         ratios["CPU, stoker / s5cmd"] = ratio(cpu["stoker"], cpu["s5cmd"])
@@ -132,7 +136,7 @@ def measure_clients(clients: Clients, rounds: int) -> None:
         },
     )
     for name, spread in spreads.items():
-        print(f"{name:<20}{spread.median:>9.0f} objects/s  {cpu[name].median:>6.2f} CPU s/GB")
+        print(f"{name:<28}{spread.median:>9.0f} objects/s  {cpu[name].median:>6.2f} CPU s/GB")
     for name, spread in ratios.items():
         print(f"{name:<28}{spread.median:>6.2f}  ({min(spread.values):.2f}-{max(spread.values):.2f})")
     print(f"wrote {path}")
@@ -229,6 +233,7 @@ def main() -> int:
     parser.add_argument("--objects", type=int)
     parser.add_argument("--bytes", type=int, default=110_000)
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--against", metavar="PYTHON", help="also another checkout's stoker, run by its interpreter")
     parser.add_argument("--disk", action="store_true", help="copy to the disk of TMPDIR; otherwise to memory")
     wanted = parser.parse_args()
     if wanted.part == "discard":
@@ -246,7 +251,10 @@ def main() -> int:
     ):
         places = (Path(name), Path(name if wanted.disk else targets))
         clients = Clients(server, *places, wanted.objects or (2500 if few else 5000), wanted.bytes)
-        (measure_concurrency if few else measure_clients)(clients, wanted.rounds or (2 if few else 5))
+        if few:
+            measure_concurrency(clients, wanted.rounds or 2)
+        else:
+            measure_clients(clients, wanted.rounds or 5, wanted.against)
     return 0
 
 

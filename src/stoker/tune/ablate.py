@@ -16,7 +16,7 @@ from stoker.config import config_values
 from stoker.config.reading import load_for_command
 from stoker.core.console import Answer, format_table, say
 from stoker.core.errors import UsageError, UserError
-from stoker.core.units import count
+from stoker.core.units import count, rate_text
 from stoker.io.stores import is_url
 from stoker.loader.loader import choose_engine
 from stoker.profile.host import HostConfig
@@ -25,7 +25,7 @@ from stoker.tune.config_search import TuneOptions, open_config
 from stoker.tune.journal import open_journal
 from stoker.tune.objective import Objective
 from stoker.tune.records import Measured, Settings, Value, mean_rate
-from stoker.tune.text import rate_text, settings_text
+from stoker.tune.text import settings_text
 from stoker.tune.trials import FLOOR, Trials
 
 NAME = "ablate.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.config.reference import write_scalar
 from stoker.core.console import Advance, format_table, progress_bar, say
-from stoker.core.units import clock, count, size_text
+from stoker.core.units import clock, count, rate_text, size_text
 from stoker.tune.records import Listener, Outcome, Settings, Step
 
 SIZES = ("lookahead", "volume_cache")
@@ -72,11 +72,6 @@ def outcome_text(outcome: Outcome, target: Path | None) -> str:
     if target is not None:
         lines += ["", f"written: {target}"]
     return "\n".join(lines)
-
-
-def rate_text(rate: float, unit: str) -> str:
-    """812 images/s; with two digits where it is slow."""
-    return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
 
 
 def _headline(outcome: Outcome, unit: str) -> str:

@@ -326,9 +326,9 @@ class LoopRates:
     ceiling: float | None = None
     """With batches that are already in memory."""
     pace: float | None = None
-    """Of a consumer that replaced the model; None if the model itself ran."""
+    """The pace of a consumer that replaced the model; None if the model itself ran."""
     loader: float | None = None
-    """Of the loader, with a consumer that takes no time."""
+    """The loader's, with a consumer that takes no time."""
 
 
 @dataclass(frozen=True)

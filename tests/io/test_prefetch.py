@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import subprocess
 import sys
 import threading
@@ -332,14 +333,15 @@ def test_one_slow_read_does_not_start_threads_but_two_do() -> None:
     assert Blocking(remote=True).blocks
 
 
+@pytest.mark.real_time
 def test_time_spent_waiting_counts_as_blocked_and_computing_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the least of many: a machine whose time is taken by others looks blocked now and then."""
+    """Most of many: on a machine whose time is taken by others, a single one may look blocked, or not."""
     blocking, noted = Blocking(remote=True), list[float]()
     monkeypatch.setattr(blocking, "note", noted.append)
     for _ in range(20):
         blocking.timed(lambda: time.sleep(0.002), lambda: True)
         blocking.timed(lambda: sum(range(30_000)), lambda: True)
-    assert min(noted[1::2]) < BLOCKS_ABOVE_S < min(noted[0::2])
+    assert statistics.median(noted[1::2]) < BLOCKS_ABOVE_S < statistics.median(noted[0::2])
 
 
 def test_the_queue_skips_samples_that_were_taken_early() -> None:

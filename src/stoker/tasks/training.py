@@ -243,7 +243,7 @@ def _announce(
             say(f"warning: {line}")
         keep_with_run(task, folder.preview_file, config, data, run.ranks.world, say)
     warning = lr_warning(config.optimizer, run.schedule.peak_lr, run.schedule.total_batch)
-    if warning:
+    if warning and "lr_reference_batch" not in config.model_fields_set:
         say(f"warning: {warning}")
 
 

@@ -95,6 +95,24 @@ def test_what_differs_is_refused_with_the_reason_and_the_import(yaml_file: Write
     assert caught.value.hint == f"stoker config import {path} -o ours.yaml"
 
 
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("learning_rate: 0.1", "lr: 0.1, scale_lr: false"), ("mixup: 0.2", "mixup_alpha: 0.2"),
+        ("fp16: true", "precision: 16-mixed"), ("resume: a.ckpt", "--resume"),
+        ("logdir: out", "runs_dir"), ("arch: resnet18", "model: resnet18"), ("patience: 3", "early_stopping"),
+        ("data_path: https://me:secret@host/data", 'data_root: "https://'), ("fp16: [1, {}]", "precision"),
+    ],
+)  # fmt: skip
+def test_a_name_of_others_that_is_no_key_is_told_ours(yaml_file: Write, text: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(yaml_file(text + "\n"))
+    (problem,) = caught.value.problems
+    assert problem.fix is not None
+    assert problem.fix.startswith(f"here it is {ours}") or f"option {ours}" in problem.fix
+    assert "secret" not in str(problem)
+
+
 def test_a_name_of_others_with_a_wrong_value_is_refused_under_our_key(yaml_file: Write) -> None:
     text = "log_every_n_steps: often\nrandom_horizontal_flip: 7\ncosine_t_max: [1]\n"
     with pytest.raises(ConfigError) as caught:

@@ -53,6 +53,26 @@ def test_it_is_refused_with_a_clear_error(kind: str, stoker: Run, tmp_path: Path
     assert [entry.name for entry in folder.iterdir()] == ["bad.yaml"]
 
 
+def test_what_was_probably_meant_is_said(stoker: Run, tmp_path: Path) -> None:
+    (tmp_path / "data" / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    for name in ("metrics.jsonl", "config.yaml"):
+        (tmp_path / "run" / name).touch()
+    (tmp_path / "last.ckpt").write_bytes(b"STOKER\0\xff")
+    with (tmp_path / "large.pth").open("wb") as stream:
+        stream.truncate(100_000_000)
+    for path, hint in {
+        "data": "CONFIG data_root=data, if that is your data",
+        "run": "the command that began this run resumes it; `stoker report run` shows it",
+        "last.ckpt": "CONFIG --resume last.ckpt continues its run; CONFIG --from last.ckpt begins another",
+        "large.pth": "CONFIG --resume large.pth",
+        "resnet50": "CONFIG model=resnet50, if that is a network",
+    }.items():
+        ended = stoker("train", path, cwd=tmp_path)
+        assert ended.code == 2
+        assert f"hint: {hint}" in ended.err
+
+
 def test_a_path_without_a_config_is_refused_and_the_nearest_is_suggested(stoker: Run, tmp_path: Path) -> None:
     (tmp_path / "demo.yaml").write_text("lr: 1\n")
     huge = tmp_path / "huge.yaml"

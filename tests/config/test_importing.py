@@ -95,6 +95,24 @@ def test_what_differs_is_refused_with_the_reason_and_the_import(yaml_file: Write
     assert caught.value.hint == f"stoker config import {path} -o ours.yaml"
 
 
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("learning_rate: 0.1", "lr: 0.1, scale_lr: false"), ("mixup: 0.2", "mixup_alpha: 0.2"),
+        ("fp16: true", "precision: 16-mixed"), ("resume: a.ckpt", "--resume"),
+        ("logdir: out", "runs_dir"), ("arch: resnet18", "model: resnet18"), ("patience: 3", "early_stopping"),
+        ("data_path: https://me:secret@host/data", 'data_root: "https://'), ("fp16: [1, {}]", "precision"),
+    ],
+)  # fmt: skip
+def test_a_name_of_others_that_is_no_key_is_told_ours(yaml_file: Write, text: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(yaml_file(text + "\n"))
+    (problem,) = caught.value.problems
+    assert problem.fix is not None
+    assert problem.fix.startswith(f"here it is {ours}") or f"option {ours}" in problem.fix
+    assert "secret" not in str(problem)
+
+
 def test_a_name_of_others_with_a_wrong_value_is_refused_under_our_key(yaml_file: Write) -> None:
     text = "log_every_n_steps: often\nrandom_horizontal_flip: 7\ncosine_t_max: [1]\n"
     with pytest.raises(ConfigError) as caught:
@@ -352,6 +370,63 @@ def test_sections_of_lightnings_cli_are_read_with_callbacks_loggers_and_optimize
     assert {key: getattr(config, key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("callbacks", "kept", "lost"),
+    [
+        ("EarlyStopping: {monitor: val_loss, mode: min, patience: 4}", {"best_by": "loss", "early_stopping": 4}, ""),
+        ("EarlyStopping: {monitor: val/acc, mode: max}", {"best_by": "acc1", "early_stopping": 3}, ""),
+        # Whatever their order: the best checkpoints are chosen by the metric that is watched.
+        ("EarlyStopping: {monitor: val_loss}\nModelCheckpoint: {monitor: val_acc, save_top_k: 2}",
+         {"best_by": "acc1", "save_top_k": 2}, "EarlyStopping watches val_loss"),
+        ("EarlyStopping: {monitor: train_loss}", {}, "EarlyStopping watches train_loss"),
+        ("EarlyStopping: {monitor: val_acc, mode: min}", {}, "EarlyStopping watches val_acc"),
+        ("ModelCheckpoint: {monitor: val_f1}", {"save_top_k": 1}, "the best checkpoints are not those by val_f1"),
+        ("EarlyStopping: {monitor: val_loss, min_delta: 0.1}", {"best_by": "loss", "early_stopping": 3}, "min_delta"),
+    ],
+)  # fmt: skip
+def test_lightnings_callbacks_keep_the_metric_that_they_watch_or_it_is_said(
+    yaml_file: Write, callbacks: str, kept: dict[str, Any], lost: str
+) -> None:
+    items = [line.partition(": ") for line in callbacks.splitlines()]
+    listed = "".join(f"\n  - {{class_path: callbacks.{name}, init_args: {rest}}}" for name, _, rest in items)
+    imported = import_config(yaml_file(f"trainer:\n  max_epochs: 9\n  callbacks:{listed}\n", "theirs.yaml"))
+    assert imported.settings == {"epochs": 9, "scale_lr": False, **kept}
+    assert lost in "".join(key.became.why for key in imported.lost)
+    assert bool(lost) == bool(imported.lost)
+
+
+def test_the_arguments_of_lightnings_optimizer_and_of_a_single_logger_count(yaml_file: Write) -> None:
+    text = (
+        "trainer:\n  logger: {class_path: loggers.WandbLogger, init_args: {project: birds, save_dir: logs}}\n"
+        "model: {class_path: birds.Classifier, init_args: {lr: 0.2, momentum: 0.8}}\n"
+        "optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}\n"
+    )
+    imported = import_config(yaml_file(text, "theirs.yaml"))
+    expected = {"wandb": True, "wandb_project": "birds", "optimizer": "sgd", "lr": 0.1, "momentum": 0.8}
+    assert imported.settings == {**expected, "scale_lr": False}
+    assert [(key.name, key.became.why) for key in imported.lost] == [("model.lr", "lr is set by optimizer.lr")]
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "interpolation", "lost"),
+    [
+        ("random", "", None, ["train_interpolation"]),
+        ("bilinear", "bicubic", None, []),
+        ("bicubic", "bicubic", "bicubic", []),
+        ("bicubic", "", None, ["train_interpolation"]),
+        ("bilinear", "bilinear", "bilinear", []),
+        ("random", "bilinear", None, ["interpolation", "train_interpolation"]),
+    ],
+)
+def test_timms_interpolation_is_kept_or_named(
+    yaml_file: Write, train: str, val: str, interpolation: str | None, lost: list[str]
+) -> None:
+    keys = TIMM_A2 | {"train_interpolation": train, "interpolation": val}
+    imported = import_config(yaml_file(as_yaml(keys), "args.yaml"), given={"devices": 8})
+    assert imported.settings.get("interpolation") == interpolation
+    assert [key.name for key in imported.lost if "interpolation" in key.name] == lost
+
+
 # The command.
 
 
@@ -360,7 +435,14 @@ def test_the_command_writes_a_file_and_names_what_it_does_not_know(
 ) -> None:
     theirs = yaml_file("learning_rate: 0.1\nquirk: 3\nuse_amp: yes\nmodel_name: resnet18\n", "theirs.yaml")
     ours = tmp_path / "new" / "ours.yaml"
-    assert main(["config", "import", str(theirs), "-o", str(ours), "--json"]) == 0
+    assert main(["config", "import", str(theirs), "-o", str(ours)]) == 1
+    listed = capsys.readouterr()
+    assert "2 keys of" in listed.err
+    assert "quirk: 3    # unknown" in listed.err
+    assert "--accept" in listed.err
+    assert not listed.out
+    assert not ours.exists()
+    assert main(["config", "import", str(theirs), "-o", str(ours), "--json", "--accept"]) == 0
     printed = capsys.readouterr()
     document = json.loads(printed.out)
     assert document["unknown"] == ["quirk", "use_amp"]
@@ -370,7 +452,7 @@ def test_the_command_writes_a_file_and_names_what_it_does_not_know(
     assert "note: unknown: quirk, use_amp" in printed.err
     assert "# quirk: 3" in ours.read_text()
     # Printed without -o; never overwritten unless asked to.
-    assert main(["config", "import", str(theirs)]) == 0
+    assert main(["config", "import", str(theirs), "--accept"]) == 0
     assert capsys.readouterr().out == ours.read_text()
     ours.write_text("mine")
     assert main(["config", "import", str(theirs), "-o", str(ours)]) == 1
@@ -379,7 +461,7 @@ def test_the_command_writes_a_file_and_names_what_it_does_not_know(
     assert main(["config", "import", str(theirs), "-o", str(tmp_path)]) == 1
     assert main(["config", "import", str(theirs), "--from", "tim"]) == 2
     assert "hint: --from timm" in capsys.readouterr().err
-    assert main(["config", "import", str(theirs), "-o", str(ours), "--force"]) == 0
+    assert main(["config", "import", str(theirs), "-o", str(ours), "--force", "--accept"]) == 0
     assert load_config(ours).config.model == "resnet18"
 
 

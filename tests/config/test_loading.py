@@ -239,3 +239,14 @@ def test_a_base_that_is_missing_or_circular_is_refused(yaml_file: Write) -> None
     yaml_file("base: b.yaml\n", "a.yaml")
     path = yaml_file("base: a.yaml\n", "b.yaml")
     assert "is circular" in problems_of(path)[0]
+
+
+def test_problems_come_in_the_order_of_their_lines(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text("epochs: 0\nspeed: 3\nlr: fast\nwarmth: 3\nval_fraction: 0.1\nval_csv: a.csv\nwd: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["colour=red"])
+    wheres = [str(problem.where).removeprefix(f"{file}:").split(" ")[0] for problem in caught.value.problems]
+    assert wheres[:4] == ["1", "2", "3", "4"]
+    assert wheres[-2] == "7"
+    assert wheres[-1].startswith("command")

@@ -195,6 +195,11 @@ def test_replan_extends_a_finished_run_once_and_a_resume_is_exact(
     capsys.readouterr()
     train_until(killed, epochs=8, replan=True)
     assert "is finished: 24 steps" in capsys.readouterr().err
+    # Another batch size is no reason to train, and changes nothing about the steps that were taken.
+    train_until(killed, epochs=8, batch_size=4)
+    said = capsys.readouterr().err
+    assert "is finished: 24 steps" in said
+    assert "from step" not in said
 
 
 def test_shorter_epochs_end_the_current_one(tmp_path: Path, images: Path, train_until: Train) -> None:

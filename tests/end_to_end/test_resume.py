@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stoker.commands import train as command
+from stoker.config import load_config
 from stoker.core.errors import Preempted
+from stoker.profile.clock_reading import read_observed
+from stoker.run.metrics import MetricsFile
 from stoker.tasks import training
 from tests.end_to_end.conftest import Ledger
 from tests.support.ready_process import ReadyProcess
@@ -189,3 +193,26 @@ def test_a_second_process_is_refused_while_the_first_runs(ready: ReadyProcess, t
     assert first.poll() is None
     first.send(signal.SIGTERM)
     assert first.wait() == 143
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed"])
+def test_a_run_folder_that_disappears_while_training_is_made_again(
+    tmp_path: Path, images: Path, train_until: Callable[..., Ledger], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    run, epoch = tmp_path / "runs" / "tiny", MetricsFile.epoch
+
+    def disturbed(self: MetricsFile, step: int, number: int, values: Mapping[str, Any]) -> Any:
+        record = epoch(self, step, number, values)
+        if (self._path.name, number) == ("metrics.jsonl", 0):
+            shutil.rmtree(run) if how == "deleted" else run.rename(tmp_path / "elsewhere")
+        return record
+
+    monkeypatch.setattr(MetricsFile, "epoch", disturbed)
+    config = write_config(tmp_path, images, epochs=3)
+    train_until(config)
+    monkeypatch.undo()
+    assert [line["epoch"] for line in metrics(run, "epoch")] == [0, 1, 2]
+    assert [line["step"] for line in metrics(run, "step")] == list(range(1, 19))
+    assert last_state(run)["progress"]["finished"]
+    assert load_config(run / "config.yaml").config.epochs == 3
+    assert read_observed(run).steps == 18 - 3  # the first of each epoch counts separately

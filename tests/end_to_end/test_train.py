@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from stoker.config import load_config
-from stoker.train.schedule import lr_warning, scaled_lr
-from tests.conftest import PROJECT
 from tests.support.ready_process import ReadyProcess
 from tests.support.tiny_training import last_state, metrics, write_config, write_images
 
@@ -53,7 +50,7 @@ def test_another_programs_config_trains_once_imported_with_its_own_learning_rate
     refused = ready.run("train", "theirs.yaml", cwd=tmp_path)
     assert refused.code == 2
     assert "hint: stoker config import theirs.yaml -o ours.yaml" in refused.err
-    imported = ready.run("config", "import", "theirs.yaml", "-o", "ours.yaml", cwd=tmp_path)
+    imported = ready.run("config", "import", "theirs.yaml", "-o", "ours.yaml", "--accept", cwd=tmp_path)
     assert imported.code == 0, imported.err
     assert "unknown: something_else" in imported.err
     done = ready.run("train", "ours.yaml", "epochs=1", cwd=tmp_path)
@@ -104,13 +101,14 @@ def test_training_works_without_validation_images(ready: ReadyProcess, tmp_path:
     assert last_state(tmp_path / "runs" / "tiny")["progress"]["best"] is None
 
 
-def test_the_widely_copied_recipe_is_warned_about_on_four_gpus() -> None:
-    config = load_config(PROJECT / "configs" / "resnet_strikes_back.yaml", []).config
-    total = config.batch_size * 4 * config.gradient_accumulation
-    peak = scaled_lr(config.lr, total, config.lr_reference_batch, config.scale_lr)
-    warning = lr_warning(config.optimizer, peak, total)
-    assert warning is not None
-    assert "times that of torchvision's published recipe" in warning
+@pytest.mark.parametrize("said", [False, True])
+def test_a_rate_far_above_the_published_one_is_warned_about_unless_it_is_said_to_be_meant(
+    ready: ReadyProcess, tmp_path: Path, images: Path, said: bool
+) -> None:
+    keys = {"lr": 2.0, "lr_scheduler": "constant"} | ({"lr_reference_batch": 256} if said else {})
+    done = ready.run("train", write_config(tmp_path, images, epochs=1, **keys), "scale_lr=false", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert ("times that of torchvision's published recipe" in done.err) != said
 
 
 @pytest.mark.release

@@ -67,6 +67,12 @@ def test_the_documented_flags_train(tmp_path: Path, images: Path, ready: ReadyPr
     assert second.code == 0, second.err
     assert "is finished: 3 steps" in second.err
     assert not (tmp_path / "runs" / "two" / "wandb_id.txt").exists()
+    # As the documents print it, without the run folder's path.
+    flags = ["--config", str(config), "--resume", "checkpoints/last.ckpt", "--no_wandb", "--batch_size", "16"]
+    again = ready.run(*arguments_for_stoker([*flags, "--epochs", "1", "--devices", "1"]), cwd=tmp_path)
+    assert "is finished: 3 steps" in again.err
+    missing = ready.run(*arguments_for_stoker(["run_name=three", *flags]), cwd=tmp_path)
+    assert (missing.code, "checkpoints/last.ckpt cannot be read" in missing.err) == (1, True)
 
 
 def test_settings_may_come_before_between_and_after_the_other_words(

@@ -20,7 +20,7 @@ from PIL import Image
 from stoker.config import Config, load_config
 from stoker.core.errors import UserError
 from stoker.loader import processes
-from stoker.loader.batch import TooManyBad
+from stoker.loader.batch import TooManyBad, allowed_bad
 from stoker.loader.processes import Casualties, WorkerDied, killed_for_memory
 from stoker.tasks.images.data import (
     ALONE,
@@ -221,10 +221,20 @@ def test_bad_images_are_named_and_replaced_the_same_way_everywhere(
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
 def test_too_many_bad_images_stop_the_run_with_the_list(spoiled: Path, engine: str) -> None:
-    loader = loader_for(spoiled, "batch_size=8", "max_bad_fraction=0.02", f"loader={engine}", workers=2)
+    loader = loader_for(spoiled, "batch_size=8", "max_bad_fraction=0.001", f"loader={engine}", workers=2)
     with pytest.raises(TooManyBad, match="cannot be read") as caught:
         ledger(loader)
     assert any(name in caught.value.seen for name in BAD)
+
+
+def test_a_few_bad_samples_of_a_small_set_do_not_end_a_run() -> None:
+    assert allowed_bad(0.01, seen=100, samples=100) >= 2
+    assert allowed_bad(0.01, seen=1, samples=6) == 1
+    assert allowed_bad(0.01, seen=20, samples=20) == 2  # not ten, which would be half of it
+    assert allowed_bad(0.01, seen=10, samples=10**6) == 10
+    assert allowed_bad(0.01, seen=10**6, samples=10**6) == 10**4
+    assert allowed_bad(0.5, seen=30, samples=40) == 15
+    assert allowed_bad(0.0, seen=10, samples=10) == 0
 
 
 def test_nothing_but_bad_images_stops_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,26 @@ def test_every_line_is_whole_after_a_kill(tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in data.splitlines()]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > 10
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed", "deleted at the end"])
+def test_a_folder_that_was_deleted_or_renamed_is_written_again_with_every_line(tmp_path: Path, how: str) -> None:
+    folder, said, restored = tmp_path / "run", list[str](), list[str]()
+    file = folder / "metrics.jsonl"
+    metrics = MetricsFile(file, said.append, lambda: restored.append("config"))
+    for step in range(1, 4):
+        metrics.step(step, 0, {"train/loss": 1.0})
+        if (step, how) in ((2, "deleted"), (3, "deleted at the end")):
+            shutil.rmtree(folder)
+        elif (step, how) == (2, "renamed"):
+            folder.rename(tmp_path / "elsewhere")
+    metrics.close()
+    assert [line["step"] for line in read_metrics(file)] == [1, 2, 3]
+    assert restored == ["config"]
+    (warning,) = said
+    assert warning == f"warning: {file} was deleted or moved while the run was writing it; it is written again"
+    if how == "renamed":
+        assert [line["step"] for line in read_metrics(tmp_path / "elsewhere" / file.name)] == [1, 2]
 
 
 def test_a_full_disk_does_not_stop_training_and_loses_no_line_once_there_is_room(tmp_path: Path) -> None:

@@ -78,7 +78,9 @@ def test_checks_are_listed_without_a_config(capsys: pytest.CaptureFixture[str]) 
     code, _, err = verify(capsys)
     assert (code, "no config given" in err) == (2, True)
     code, _, err = verify(capsys, "tiny.yaml", "--weights", "no.pt")
-    assert (code, "--weights no.pt is not a file" in err) == (2, True)
+    assert (code, "--weights no.pt does not exist" in err) == (2, True)
+    code, _, err = verify(capsys, "none.yaml", "--weights", ".")  # as a run folder
+    assert (code, "none.yaml does not exist" in err) == (2, True)
 
 
 def test_ctrl_c_during_a_check_ends_with_130(

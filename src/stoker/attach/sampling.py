@@ -31,7 +31,10 @@ DEEPEST = 200
 
 OURS, LIBRARY, USERS = range(3)
 _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - pathlib is slow to import
-_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, os.path.abspath(os.path.join(_OUR_FOLDER, "..")) + os.sep)  # noqa: PTH100, PTH118, PTH120
+_PACKAGE = os.path.dirname(os.path.dirname(_OUR_FOLDER)) + os.sep  # noqa: PTH120
+# What measures is not the user's, and not a library that the user could leave out.
+_MEASURING = (_OUR_FOLDER, os.path.join(_PACKAGE, "profile") + os.sep)  # noqa: PTH118
+_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, _PACKAGE)  # noqa: PTH120
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # Names of functions that only call another one.
 PASSING_ON = frozenset(
@@ -194,7 +197,7 @@ class Sampler:
         known = self._kinds.get(code)
         if known is None:
             path, name = code.co_filename, code.co_name
-            if path.startswith(_OUR_FOLDER):
+            if path.startswith(_MEASURING):
                 kind = OURS
             elif path.startswith("<frozen") or any(part in path for part in _INSTALLED) or path.startswith(_LIBRARIES):
                 kind = LIBRARY

@@ -91,11 +91,13 @@ def import_(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OURS if it exists.")] = False,
+    accept: Annotated[bool, typer.Option("--accept", help="Go on without the keys that cannot be kept.")] = False,
     json: JsonOption = False,
 ) -> int:
     """Translate another program's config, with a comment for each key: what it became, and why."""
     from stoker.config import load_config
     from stoker.config.importing.translate import (
+        check_kept,
         check_output,
         check_program,
         import_config,
@@ -111,6 +113,8 @@ def import_(
     given = load_config(None, overrides or ())
     settings = {key: getattr(given.config, key) for key in given.origins}
     imported = import_config(source, base=base, program_name=program, given=settings)
+    if not accept:
+        check_kept(imported)
     text = imported_as_yaml(imported)
     if output is not None:
         write_import(output, text)

@@ -125,6 +125,8 @@ def train_from_config(
         say_notes(notes)
     check_devices(config, machine)
     folder = run_folder_for(config, path)
+    if checkpoint is not None and not checkpoint.exists() and (of_run := folder.root / checkpoint).exists():
+        checkpoint = of_run  # named as it is called in the run folder
     if start is not None and (ranks is None or ranks.is_first):
         check_start(start, folder.checkpoints, resume=checkpoint, weights=config.weights, fresh=fresh)
     if ranks is None or (ranks.local_rank == 0 and not launched_here()):

@@ -24,7 +24,7 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Also run the checks that take minutes.")] = False,
     weights: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A trained network, to tell whether the labels are right.", readable=False),
+        typer.Option(metavar="FILE", help="A trained network or its run folder, to judge the labels.", readable=False),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for pictures. Default: the user's cache folder.")
@@ -46,8 +46,8 @@ def verify(
         return print_answer(Answer(list_text(all_checks()), list_json(all_checks())), as_json=json)
     if config is None:
         raise UsageError("usage", "no config given", hint="stoker verify CONFIG; stoker verify --list")
-    if weights is not None and not weights.is_file():
-        raise UsageError("usage", f"--weights {weights} is not a file")
+    if weights is not None and not weights.exists():
+        raise UsageError("usage", f"--weights {weights} does not exist", hint="a checkpoint or a run folder")
     checks = choose_checks(all_checks(), skip or (), deep=deep)
     let_threads_sleep()
 

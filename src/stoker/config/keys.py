@@ -95,7 +95,7 @@ class DataKeys(KeyGroup):
 
     max_bad_fraction: float = key(0.01, ge=0, le=1)
     """Stop the run if more than this share of the samples is unreadable; below it, each one is replaced and
-    listed in `quarantine.jsonl`."""
+    listed in `quarantine.jsonl`. Of a small data set, as many as of 1,000 samples may be, up to a tenth of it."""
 
     max_image_pixels: int = key(178_956_970, unit="pixels", ge=1)
     """Largest image to decode; anything larger counts as unreadable (a decompression bomb)."""

@@ -6,6 +6,7 @@ Precedence: defaults < base file < file < KEY=VALUE on the command line.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import unicodedata
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from stoker.config.importing.names import NAMES, VALUES
+from stoker.config.importing.names import NAMES, VALUES, ours_for
 from stoker.config.importing.rules import Kind, Theirs
 from stoker.config.pairs import RULES
 from stoker.config.schema import ALIASES, SECTION_NAMES, Config, describe_type, key_names
@@ -137,9 +138,16 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Resol
     config = _validate(settings, problems, warnings)
     if problems:
         source = str(path) if path is not None else "the command line"
+        problems.sort(key=_place)
         raise ConfigError(f"{count(len(problems), 'problem')} in {source}", problems, hint=_hint(problems, path))
     origins = {key: setting.where for key, setting in settings.items()}
     return Resolved(config, origins, tuple(warnings), notes)
+
+
+def _place(problem: Finding) -> tuple[bool, str, int]:
+    """For the order of the lines; problems of a file come before those of the command line."""
+    found = re.match(r"(.*?):([0-9]+)", problem.where or "")
+    return (True, "", 0) if found is None else (False, found[1], int(found[2]))
 
 
 _last_loaded: Config | None = None
@@ -316,7 +324,8 @@ def _unknown_key(setting: Setting) -> Finding:
     if odd is not None:
         message += f" (it contains {odd!r}, {unicodedata.name(odd, 'an unnamed character')})"
     last_part = unicodedata.normalize("NFKC", spelled).rpartition(".")[2]
-    meant = did_you_mean(last_part, _OURS) or did_you_mean(last_part, NAMES)
+    foreign = None if last_part in _OURS else ours_for(last_part, setting.value)
+    meant = foreign or did_you_mean(last_part, _OURS) or did_you_mean(last_part, NAMES)
     return config_problem((spelled,), message, setting.where, meant)
 
 

@@ -17,6 +17,8 @@ from stoker.core.errors import ConfigError, config_problem, nearest
 from stoker.core.finding import Finding
 from stoker.core.units import size_text
 
+WEIGHTS = (".ckpt", ".pt", ".pth", ".safetensors", ".bin", ".tar")
+_MODEL_NAME = re.compile(r"[a-z][a-z0-9_.]*")
 # Shipped configs have at most 2 KB; a file of more than a megabyte is not a config.
 MAX_FILE_BYTES = 1_000_000
 MAX_DEPTH = 16
@@ -162,7 +164,7 @@ def _read_text(path: Path) -> str:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             raise ConfigError(
-                f"{path} is a folder, not a config file", name="config-not-a-file", hint=f"ls {path}/*.yaml"
+                f"{path} is a folder, not a config file", name="config-not-a-file", hint=_instead_of_folder(path)
             )
         size = status.st_size
         if size > MAX_FILE_BYTES:
@@ -170,6 +172,7 @@ def _read_text(path: Path) -> str:
                 f"{path} has {size_text(size)}; configs have a few kilobytes",
                 name="config-too-large",
                 why="it is probably a data file, named by mistake",
+                hint=_weights(path),
             )
         # A pipe or a device has no size: never read more than the cap.
         with path.open("rb") as stream:
@@ -183,12 +186,26 @@ def _read_text(path: Path) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not text: byte {error.start} is not valid UTF-8", name="config-not-text"
-        ) from None
+        reason = f"byte {error.start} is not valid UTF-8"
+        raise ConfigError(f"{path} is not text: {reason}", name="config-not-text", hint=_weights(path)) from None
     if "\0" in text:
-        raise ConfigError(f"{path} is not text: it contains NUL bytes", name="config-not-text")
+        raise ConfigError(f"{path} is not text: it contains NUL bytes", name="config-not-text", hint=_weights(path))
     return text
+
+
+def _instead_of_folder(path: Path) -> str:
+    """What was probably meant by a folder."""
+    if any(path.glob("*.y*ml")) and not (path / "metrics.jsonl").exists():
+        return f"ls {path}/*.yaml"
+    if (path / "metrics.jsonl").exists():
+        return f"the command that began this run resumes it; `stoker report {path}` shows it"
+    return f"CONFIG data_root={path}, if that is your data: a config says how to train, data_root on what"
+
+
+def _weights(path: Path) -> str | None:
+    if path.suffix not in WEIGHTS:
+        return None
+    return f"CONFIG --resume {path} continues its run; CONFIG --from {path} begins another with its weights"
 
 
 def _missing(path: Path) -> ConfigError:
@@ -202,6 +219,8 @@ def _missing(path: Path) -> ConfigError:
     names = [file.name for file in folder.glob("*.y*ml")]
     similar = nearest(path.name, names)
     hint = f"did you mean {folder / similar}?" if similar else f"ls {folder}/*.yaml"
+    if not similar and _MODEL_NAME.fullmatch(str(path)):
+        hint = f"CONFIG model={path}, if that is a network; {hint}"
     return ConfigError(f"{path} does not exist", name="config-missing", hint=hint)
 
 

@@ -93,7 +93,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def open_to_append(path: Path) -> int:
     """The descriptor of a file, which is created if there is none. Raises OSError if it is not a regular file."""
-    return _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
 
 def _open_regular(path: Path, flags: int) -> int:

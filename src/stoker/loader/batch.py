@@ -21,9 +21,17 @@ from stoker.loader.rng import REPLACEMENT, mix
 from stoker.loader.sampler import Steps
 from stoker.profile.batch_costs import BatchCost
 
-# One bad sample is already a large share of the first few: the share is computed over at least this many samples.
+# One bad sample is already a large share of the first few, and of a small data set: as many are allowed as in this many
+# samples, but not more than this share of the set, or one.
 FEWEST_JUDGED = 1000
+MOST_OF_A_SMALL_SET = 0.1
 SHOWN = 20
+
+
+def allowed_bad(max_bad_fraction: float, seen: int, samples: int) -> float:
+    """How many of the samples may be bad, after so many of them were seen."""
+    small = min(max_bad_fraction * FEWEST_JUDGED, max(1, MOST_OF_A_SMALL_SET * samples))
+    return max(max_bad_fraction * min(seen, samples), small)
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,8 @@ class Quarantine:
                 os.write(descriptor, lines.encode())
             finally:
                 os.close(descriptor)
-        judged = max(min(self._seen, self._samples), min(self._samples, FEWEST_JUDGED))
-        if len(self._bad) > self._max_bad_fraction * judged:
+        if len(self._bad) > allowed_bad(self._max_bad_fraction, self._seen, self._samples):
+            judged = max(min(self._seen, self._samples), min(self._samples, FEWEST_JUDGED))
             listed = [f"{sample.name}: {sample.reason}" for sample in self.bad[:SHOWN]]
             if (more := len(self._bad) - len(listed)) > 0:
                 listed.append(f"and {more} more" + (f", all in {self._file}" if self._file else ""))

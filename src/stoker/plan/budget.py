@@ -199,7 +199,8 @@ def make_plan(job: PlannedRun, needs: StepNeeds | None, *, name: str = "config",
         *_other_findings(shm, disk, files),
         *time_findings(time, job, name),
     ]  # fmt: skip
-    if (warning := lr_warning(config.optimizer, job.lr, job.total_batch)) is not None:
+    warning = lr_warning(config.optimizer, job.lr, job.total_batch)
+    if warning and "lr_reference_batch" not in config.model_fields_set:
         found.append(Finding(warning, name="lr-above-published"))
     return Plan(
         hardware=hardware.describe(), batch_size=config.batch_size, total_batch=job.total_batch, lr=job.lr,

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -92,11 +92,13 @@ class MetricsFile:
     dropped (`truncate_after`), and those before it must be there.
     """
 
-    def __init__(self, path: Path, say: Say = say_on_stderr) -> None:
+    def __init__(self, path: Path, say: Say = say_on_stderr, when_restored: Callable[[], None] = lambda: None) -> None:
+        """`when_restored` is called after the file, or its folder, was deleted or moved and has been written again."""
         path.parent.mkdir(parents=True, exist_ok=True)
         _repair_last_line(path)
         self._path = path
         self._say = say
+        self._when_restored = when_restored
         self._waiting: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._complained = False
         self._descriptor = open_to_append(path)
@@ -153,6 +155,8 @@ class MetricsFile:
 
     def _write_waiting(self) -> None:
         try:
+            if not self._path.exists():
+                self._restore()
             while self._waiting:
                 self._write(self._waiting[0])
                 self._waiting.popleft()
@@ -167,6 +171,18 @@ class MetricsFile:
         if os.write(self._descriptor, line) < len(line):
             os.ftruncate(self._descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _restore(self) -> None:
+        """Writes the file again under its name: what is open can be read, whatever happened to its name."""
+        with atomic_file(self._path, "wb") as new:
+            at = 0
+            while part := os.pread(self._descriptor, 1 << 20, at):
+                new.write(part)
+                at += len(part)
+        os.close(self._descriptor)
+        self._descriptor = open_to_append(self._path)
+        self._say(f"warning: {self._path} was deleted or moved while the run was writing it; it is written again")
+        self._when_restored()
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:

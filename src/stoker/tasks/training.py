@@ -204,7 +204,7 @@ def _open_observer(
     resumed = found is not None or left > 0
     header = run_header(config, run, data, job.machine.cpus)
     observer = RunObserver(
-        MetricsFile(folder.metrics_file),
+        MetricsFile(folder.metrics_file, when_restored=lambda: record_config(folder, config)),
         trackers_for(
             config, folder, scores=task.scores, resumed_at=run.progress.step if resumed else None, say=progress.say
         ),
@@ -243,7 +243,7 @@ def _announce(
             say(f"warning: {line}")
         keep_with_run(task, folder.preview_file, config, data, run.ranks.world, say)
     warning = lr_warning(config.optimizer, run.schedule.peak_lr, run.schedule.total_batch)
-    if warning:
+    if warning and "lr_reference_batch" not in config.model_fields_set:
         say(f"warning: {warning}")
 
 

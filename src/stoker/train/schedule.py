@@ -102,7 +102,8 @@ def lr_warning(optimizer: str, peak_lr: float, total_batch: int) -> str | None:
     return (
         f"the learning rate {peak_lr:g} for a total batch of {total_batch} is {ratio:.1f} times that of torchvision's "
         f"published recipe ({PUBLISHED_SGD_LR:g} for {PUBLISHED_SGD_BATCH}, so {published:g} here); if it was meant "
-        f"for a total batch of {PUBLISHED_SGD_BATCH}, set lr_reference_batch={PUBLISHED_SGD_BATCH}"
+        f"for a total batch of {PUBLISHED_SGD_BATCH}, set lr_reference_batch={PUBLISHED_SGD_BATCH}; any value in the "
+        "config says that it is meant, and ends this warning"
     )
 
 

@@ -184,7 +184,10 @@ def verify_text(report: Report, expected: Forecast | None, name: str) -> str:
         parts.append(f"{report.count('unknown')} could not be checked")
     if report.not_applicable:
         parts.append(f"{len(report.not_applicable)} do not apply here")
-    return "\n".join([*lines, "", f"{', '.join(parts)}; {report.seconds:.0f} s"])
+    lines += ["", f"{', '.join(parts)}; {report.seconds:.0f} s"]
+    if report.count("failed"):
+        lines.append("a check that does not fit your data: --skip NAME leaves it out")
+    return "\n".join(lines)
 
 
 def list_json(checks: Sequence[Check]) -> dict[str, Any]:

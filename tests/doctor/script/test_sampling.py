@@ -8,15 +8,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy.ndimage import median_filter
 
+from stoker.attach import fetching
 from stoker.attach.fetching import FetchTotals
 from stoker.attach.sampling import sampler
 from stoker.doctor.script.loop_facts import preparation_of
 from stoker.doctor.script.recording import read_fetches
+from stoker.loader import buffers
+from stoker.profile import batch_costs
 from stoker.profile.observed import HotSpot
 from tests.support.waiting import wait_until
 
@@ -89,6 +94,16 @@ def test_a_library_function_is_named_with_the_users_line_that_calls_it(tmp_path:
     assert Path(spot.file).name == Path(__file__).name
     assert spot.line == computes_in_a_library.__code__.co_firstlineno + 1
     assert spot.share > 0.8
+
+
+@pytest.mark.parametrize(("module", "counts"), [(batch_costs, False), (fetching, False), (buffers, True)])
+def test_what_measures_is_not_listed_among_what_takes_time(module: ModuleType, counts: bool) -> None:
+    """Where no line of the user's is involved, as in a data set that belongs to a library."""
+    namespace: dict[str, Any] = {"look": lambda: sampler._spot(sys._getframe(1), "")}
+    name = module.__name__.replace(".", "_")
+    exec(compile(f"def {name}():\n    return look()", str(module.__file__), "exec"), namespace)
+    exec(compile(f"def fetch():\n    return {name}()", str(fetching.__file__), "exec"), namespace)
+    assert (namespace["fetch"]() is not None) == counts
 
 
 def test_what_happens_between_batches_does_not_count(tmp_path: Path) -> None:

@@ -415,6 +415,18 @@ def test_a_root_that_does_not_exist_names_what_is_near(tmp_path: Path) -> None:
     assert error.hint == "did you mean imagenet?"
 
 
+def test_classes_or_a_list_without_splits_are_recognised(tmp_path: Path) -> None:
+    for name, files in {"cat": ["1.jpg"], "dog": ["2.png"]}.items():
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        for file in files:
+            (tmp_path / "classes" / name / file).touch()
+    assert str(refusal(tmp_path / "classes", "train").hint).startswith("val_fraction=0.1, if these folders are classes")
+    (tmp_path / "listed").mkdir()
+    for file in ("1.jpg", "labels.csv"):
+        (tmp_path / "listed" / file).touch()
+    assert str(refusal(tmp_path / "listed", "train").hint).startswith("samples_csv=labels.csv, if it says")
+
+
 def test_a_missing_split_lists_what_is_there(tmp_path: Path) -> None:
     make_tree(tmp_path, TREE, "training")
     make_tree(tmp_path, TREE, "val")

@@ -218,7 +218,8 @@ def test_val_is_preferred_to_its_other_names_and_the_choice_is_said(folders: Pat
     shutil.copytree(folders / "val", tmp_path / "test" / "val")
     said: list[str] = []
     assert open_index(str(tmp_path / "test"), "val", index_dir=None, say=said.append).root.endswith("/val")
-    assert said == []
+    assert said == ["test/ is not used"]
+    said.clear()
     open_index(str(tmp_path / "validation"), "val", index_dir=None, say=said.append)
     assert said == ["there is no val/: using validation for validation"]
 
@@ -317,7 +318,7 @@ def test_a_damaged_solution_is_refused_with_its_line(folders: Path, tmp_path: Pa
         ("path,label\na.jpg,\n", "line 2: no label"),
         ("path,label\na.jpg\n", "line 2: 1 value for 2 columns"),
         ("a.jpg,cat\nb.jpg,dog\n", "no column of images among a.jpg, cat"),
-        ("path,words\na.jpg,cat\n", "no column of labels among path, words"),
+        ("path,words,more\na.jpg,cat,x\n", "no column of labels among path, words, more"),
         ('path,label\n"a.jpg,cat\n', "not a CSV"),
         ("path,label\n", "it has no rows"),
         ("path,label,split\na.jpg,cat,trian\na.jpg2,cat,train\n", "line 2: the split trian is unknown"),
@@ -329,6 +330,25 @@ def test_a_bad_list_is_refused_with_its_line(tmp_path: Path, text: str, seen: st
     error = refusal(tmp_path, "train", "samples_csv=list.csv")
     assert seen in error.seen
     assert "list.csv" in error.seen
+
+
+@pytest.mark.parametrize("columns", ["file_path,target", "id,breed", "what,img_path", "image_id,class_id,width"])
+def test_columns_with_unusual_names_are_recognised(folders: Path, tmp_path: Path, columns: str) -> None:
+    shutil.copytree(folders / "train", tmp_path / "train")
+    header = columns.split(",")
+    rows = [[f"train/{name}/{path.name}", name, "224"][: len(header)] for path, name in images_of(folders, "train")]
+    if header[0] == "what":
+        rows = [[label, path] for path, label in rows]
+    write_list(tmp_path / "list.csv", rows, tuple(header))
+    assert opened(tmp_path, "train", "samples_csv=list.csv", "val_fraction=0.25").classes == tuple(CLASSES)
+
+
+def test_a_test_split_that_is_not_used_is_said(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(folders / "val", tmp_path / "test")
+    said: list[str] = []
+    open_samples(load_config(None, [f"data_root={tmp_path}"]).config, "val", say=said.append)
+    assert any("test/ is not used" in line for line in said)
 
 
 def test_a_list_that_is_not_text_or_not_there_is_named(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import simplejpeg
 import webdataset
+from PIL import Image
 
 from stoker.core.errors import UserError
 from stoker.core.files import SEAL, sealed
 from stoker.io.stores import open_store
+from stoker.tasks.images.decode.crops import Decoding
+from stoker.tasks.images.decode.headers import BadImage, Box
 from stoker.tasks.images.layouts.opening import open_index
 from stoker.tasks.images.layouts.sample_index import META, SampleIndex, checksum
 from stoker.tasks.images.pack.make_shard import PackOptions
@@ -216,6 +219,29 @@ def test_bad_files_are_left_out_and_named_with_the_reason(source: Path, tmp_path
     assert not bad & {index.name(sample) for sample in range(len(index))}
     pack(source, tmp_path / "again")
     assert content(tmp_path / "packed") == content(tmp_path / "again")
+
+
+def is_read_in_training(data: bytes) -> bool:
+    decoding, out = Decoding("simplejpeg"), np.empty((16, 16, 3), np.uint8)
+    try:
+        header = decoding.read_header(data)
+        decoding.crop_into(data, header, Box(0, 0, header.height, header.width), out)
+    except BadImage:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "bmp", "tiff", "webp"])
+def test_a_truncated_file_is_left_out_as_in_training(source: Path, tmp_path: Path, kind: str) -> None:
+    pixels = np.random.default_rng(2).integers(0, 255, (60, 80, 3), np.uint8)
+    file = source / "cat" / f"cut.{kind}"
+    Image.fromarray(pixels).save(file, kind)
+    whole, kept = file.read_bytes(), []
+    for size in (len(whole), len(whole) - 3, len(whole) // 2):
+        file.write_bytes(whole[:size])
+        kept.append(pack(source, tmp_path / f"packed{size}").skipped == 0)
+        assert kept[-1] == is_read_in_training(whole[:size])
+    assert (kept[0], kept[-1]) == (True, False)
 
 
 def test_too_many_bad_files_stop_before_the_index_and_a_higher_limit_resumes(source: Path, tmp_path: Path) -> None:

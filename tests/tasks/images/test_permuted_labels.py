@@ -8,7 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stoker.tasks.images.permuted_labels import Confusion, Figures, describe_mapping, judge_labels, likely_mapping
+from stoker.tasks.images.permuted_labels import (
+    Confusion,
+    Figures,
+    describe_mapping,
+    fewest_images,
+    judge_labels,
+    likely_mapping,
+)
 from tests.support.operators import counted
 
 Counts = NDArray[np.int64]
@@ -40,6 +47,17 @@ def collapsed(classes: int) -> Counts:
     return counts
 
 
+def biased(holds: list[int], accuracy: float, images: int = 50) -> Counts:
+    """A model of that accuracy that takes all other images for the first two classes."""
+    counts = np.zeros((len(holds), len(holds)), np.int64)
+    for folder, held in enumerate(holds):
+        right = round(images * accuracy)
+        counts[folder, held] += right
+        counts[folder, 0] += (images - right) // 2
+        counts[folder, 1] += images - right - (images - right) // 2
+    return counts
+
+
 RIGHT = list(range(100))
 SHIFTED = [*range(1, 100), 0]
 MIXED = np.random.default_rng(3).permutation(100).tolist()
@@ -63,6 +81,31 @@ SILENT, UNNAMED = "no alarm", "an alarm without a permutation"
         ("two classes, overfitting", Figures(51.0, 95.0), np.array([[26, 24], [25, 25]]), SILENT),
         ("three classes, what an untrained model says", Figures(0.0, 35.0), answers([1, 2, 0], 1.0), SILENT),
         ("no validation", Figures(None, 99.0), None, SILENT),
+        (
+            "four of ten folders swapped, after two epochs",
+            Figures(33.0, 55.0),
+            answers([1, 0, 3, 2, *range(4, 10)], 0.55),
+            "n0000 holds n0001",
+        ),
+        (
+            "a cycle of three among a hundred",
+            Figures(70.0, 80.0),
+            answers([1, 2, 0, *range(3, 100)], 0.7),
+            "n0002 holds n0000",
+        ),
+        (
+            "ten classes, and most errors look like two of them",
+            Figures(9.0, 60.0),
+            biased([*range(1, 10), 0], 0.4),
+            "shifted by one",
+        ),
+        (
+            "right labels, and a model that prefers two classes",
+            Figures(30.0, 60.0),
+            biased(list(range(10)), 0.2),
+            SILENT,
+        ),
+        ("cats are dogs, and dogs are dogs", Figures(85.0, 90.0), answers([1, 1, *range(2, 10)], 0.9), SILENT),
     ],
 )
 def test_the_alarm_rule(what: str, figures: Figures, counts: Counts | None, expected: str) -> None:
@@ -78,6 +121,20 @@ def test_the_alarm_rule(what: str, figures: Figures, counts: Counts | None, expe
     else:
         assert alarm.permutation is not None, what
         assert expected in alarm.permutation
+
+
+def test_too_few_images_to_see_a_permutation_are_said() -> None:
+    needed = fewest_images(100)
+    few = judge_labels(Figures(1.0, 60.0), answers(MIXED, 0.5, images=2), names(100))
+    assert few is not None
+    assert few.permutation is None
+    assert f"2.0 validation images per class are too few to see a permutation: it takes {needed}" in few.text()
+    enough = judge_labels(Figures(1.0, 60.0), answers(MIXED, 0.8, images=needed), names(100))
+    assert enough is not None
+    assert enough.permutation is not None
+    assert [fewest_images(classes) for classes in (2, 10, 1000)] == sorted(
+        (fewest_images(classes) for classes in (2, 10, 1000)), reverse=True
+    )
 
 
 def test_a_mapping_says_what_each_folder_holds_and_nothing_where_that_is_unclear() -> None:

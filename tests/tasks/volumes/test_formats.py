@@ -160,6 +160,34 @@ def test_the_package_that_a_format_needs_is_named(
         open_volume(VolumeRef(str(tmp_path / file)))
 
 
+SHRINKS = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from stoker.io.stores import ReadFailure
+from stoker.tasks.volumes.formats.opening import VolumeRef, open_volume
+from stoker.tasks.volumes.formats.volume import whole
+volume = open_volume(VolumeRef(sys.argv[1]))
+volume.read(whole(volume.shape))
+os.truncate(sys.argv[1], 4096)
+try:
+    volume.read(whole(volume.shape))
+except ReadFailure as failure:
+    print(failure.reason, failure.detail)
+"""
+
+
+@pytest.mark.parametrize("name", ["tiff", "tiff deflate", "npy", "nii"])
+def test_a_file_that_shrinks_while_it_is_mapped_is_refused_and_does_not_end_the_process(
+    name: str, tmp_path: Path
+) -> None:
+    ref = FORMATS[name](tmp_path, voxels("uint16"))
+    size = Path(ref.location).stat().st_size
+    done = subprocess.run([sys.executable, "-c", SHRINKS, ref.location], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"short it had {size:,} bytes when it was opened, and has 4,096\n"
+
+
 def test_damaged_pages_are_refused_when_they_are_read(tmp_path: Path) -> None:
     ref = tiff(compression="zlib")(tmp_path, voxels("uint8"))
     with tifffile.TiffFile(ref.location) as file:

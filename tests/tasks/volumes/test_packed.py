@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from stoker.tasks.volumes.pack.preprocessing import VoxelChanges, prepare_image
 from stoker.tasks.volumes.pack.write_volume import LAYOUTS, write_volume
 from stoker.tasks.volumes.patches.labels import BadLabels, LabelRules
 from stoker.tasks.volumes.patches.patches import TransformRange, training_steps
+from tests.conftest import PROJECT
 from tests.support.s3_server import S3Server
 from tests.tasks.volumes.test_formats import some_regions
 from tests.tasks.volumes.test_loader import digest
@@ -138,6 +141,29 @@ def test_damage_is_found_when_a_volume_is_opened(own_pack: Path) -> None:
     other.write_bytes(b"\x93NUMPY\x02" + other.read_bytes()[7:])
     with pytest.raises(ReadFailure, match="header"):
         open_volume(second.images[0])
+
+
+SHRINKS = """
+import os, sys
+from pathlib import Path
+from tests.tasks.volumes.test_packed import *
+path, layout = Path(sys.argv[1]), LAYOUTS[sys.argv[2]]
+voxels = ArrayVolume("a", np.full((40, 40, 40), 3, np.uint8))
+facts = write_volume(path, prepare_image(voxels, VoxelChanges()), layout, is_label=False)
+volume = open_volume(VolumeRef(str(path), packed=facts))
+os.truncate(path, 4096)
+try:
+    volume.read(whole(volume.shape))
+except ReadFailure as failure:
+    print(failure.reason)
+"""
+
+
+@pytest.mark.parametrize("layout", ["raw", "blocks32"])
+def test_a_packed_volume_that_shrinks_while_it_is_mapped_is_refused(layout: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SHRINKS, str(tmp_path / "a.npy"), layout]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
+    assert (done.returncode, done.stdout) == (0, "short\n"), done.stderr
 
 
 def test_an_index_that_was_changed_is_refused(own_pack: Path) -> None:

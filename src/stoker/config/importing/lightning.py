@@ -16,7 +16,6 @@ from stoker.config.importing.rules import (
     Theirs,
     all_renamed,
     changed,
-    lost,
     not_needed,
     only,
     renamed,
@@ -36,25 +35,48 @@ def _listed(value: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 _HARMLESS = ("LearningRateMonitor", "RichProgressBar", "TQDMProgressBar", "RichModelSummary", "ModelSummary")
+# What the name of a validation metric contains, and ours.
+_METRICS = {"loss": "loss", "acc5": "acc5", "top5": "acc5", "acc": "acc1", "top1": "acc1", "dice": "dice", "iou": "iou"}
 
 
 def _callbacks(value: Any, _theirs: Theirs) -> Became:
     settings: dict[str, Any] = {}
     remarks: list[str] = []
-    for name, arguments in _listed(value) if value else []:
+    # Checkpoints first: the metric that they are chosen by is the only one that we can watch.
+    for name, arguments in sorted(_listed(value) if value else [], key=lambda one: one[0] != "ModelCheckpoint"):
+        if name not in ("ModelCheckpoint", "EarlyStopping"):
+            if name not in _HARMLESS:
+                remarks.append(f"{name} has no counterpart")
+            continue
+        monitored, metric = arguments.get("monitor"), _metric(arguments)
+        known = monitored is None or (metric is not None and settings.get("best_by", metric) == metric)
+        if metric is not None:
+            settings.setdefault("best_by", metric)
         if name == "ModelCheckpoint":
             settings |= _checkpoints(arguments)
-            if arguments.get("monitor") not in (None, "val/acc1"):
-                remarks.append("the best checkpoints are those by val/acc1")
-        elif name == "EarlyStopping":
+            if not known:
+                remarks.append(f"the best checkpoints are not those by {monitored}; see best_by")
+        elif not known:
+            remarks.append(f"EarlyStopping watches {monitored}; early_stopping would watch the metric of best_by")
+        else:
             settings["early_stopping"] = arguments.get("patience", 3)
-        elif name not in _HARMLESS:
-            remarks.append(f"{name} has no counterpart")
-    if not settings and remarks:
-        return lost("; ".join(remarks))
-    return (
-        changed("; ".join(remarks), **settings) if remarks else same("" if settings else "nothing to set", **settings)
-    )
+            if arguments.get("min_delta"):
+                remarks.append("min_delta of EarlyStopping; early_stopping_min_delta is in percentage points")
+    return _partly(remarks, settings, "nothing to set")
+
+
+def _metric(arguments: dict[str, Any]) -> str | None:
+    """Our name of the metric that a callback watches; None for one that we do not have."""
+    watched, mode = str(arguments.get("monitor")).lower(), arguments.get("mode")
+    found = next((ours for part, ours in _METRICS.items() if part in watched and "train" not in watched), None)
+    return None if mode not in (None, "min" if found == "loss" else "max") else found
+
+
+def _partly(remarks: list[str], settings: dict[str, Any], nothing: str) -> Became:
+    """What became of a list: not translated if one of its items was not."""
+    if remarks:
+        return Became(Kind.NOT_TRANSLATED, "; ".join(remarks), settings)
+    return same("" if settings else nothing, **settings)
 
 
 def _checkpoints(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +102,12 @@ def _loggers(value: Any, _theirs: Theirs) -> Became:
             settings["tensorboard" if name == "TensorBoardLogger" else "csv"] = True
         else:
             remarks.append(f"{name} has no counterpart")
-    if not settings:
-        return lost("; ".join(remarks))
-    return changed("; ".join(remarks), **settings) if remarks else same(**settings)
+    return _partly(remarks, settings, "stoker always writes metrics.jsonl")
+
+
+def _one_logger(value: Any, theirs: Theirs) -> Became:
+    arguments = {name: theirs.get(f"trainer.logger.{name}") for name in ("project", "name")}
+    return _loggers([{"class_path": value, "init_args": arguments}], theirs)
 
 
 def _scheduler(value: Any, theirs: Theirs) -> Became:
@@ -120,6 +145,11 @@ LIGHTNING: Table = {
     "trainer.*": lambda _value, _theirs: Became(Kind.UNKNOWN, "unknown"),
     "trainer.accelerator": IMPORT_NAMES["device"],
     "trainer.logger": _loggers,
+    "trainer.logger.class_path": _one_logger,
+    **dict.fromkeys(
+        ("trainer.logger.project", "trainer.logger.name", "trainer.logger.save_dir"),
+        not_needed("see trainer.logger.class_path"),
+    ),
     "trainer.callbacks": _callbacks,
     "trainer.fast_dev_run": renamed("fast_dev_run", off=(None, False)),
     "trainer.max_epochs": renamed("epochs", off=(None, -1)),

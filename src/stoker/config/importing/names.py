@@ -30,6 +30,7 @@ from stoker.config.importing.rules import (
     without_effect,
 )
 from stoker.config.schema import FOREIGN_ALIASES
+from stoker.core.redact import redact_text
 
 IMAGENET_MEAN = [0.485, 0.456, 0.406]
 IMAGENET_STD = [0.229, 0.224, 0.225]
@@ -362,3 +363,33 @@ IMPORT_NAMES: Table = {
     "device": not_needed("stoker uses the GPUs that it finds"),
 }
 """The same for `stoker config import`, which says in a comment how it read each."""
+
+_CALLED = {
+    "bf16": "precision: bf16-mixed", "crop_size": "img_size", "dropout_rate": "dropout", "drop_rate": "dropout",
+    "drop_path_rate": "drop_path", "ema": "ema_decay: 0.9999", "model_ema": "ema_decay: 0.9999",
+    "exp_name": "run_name", "experiment": "run_name", "experiment_name": "run_name",
+    "label_smoothing_factor": "label_smoothing", "n_gpus": "devices",
+    "network": "model", "nproc_per_node": "devices", "num_threads": "num_workers", "patience": "early_stopping",
+    "pretrained_weights": "weights: FILE", "randaugment": "auto_augment: randaugment", "random_seed": "seed",
+    "save_steps": "checkpoint_every_steps", "seed_everything": "seed", "train_data_dir": "data_root",
+    "train_dir": "data_root", "warmup": "warmup_epochs", "weight_decay_rate": "weight_decay",
+    "eval_batch_size": "val_batch_size", "per_device_eval_batch_size": "val_batch_size",
+    **dict.fromkeys(("fp16", "amp", "use_amp", "mixed_precision"), "precision: 16-mixed or bf16-mixed"),
+    **dict.fromkeys(("checkpoint", "resume", "resume_from", "resume_from_checkpoint"), "the option --resume FILE"),
+    **dict.fromkeys(("log_dir", "logdir", "logging_dir"), "runs_dir"),
+}  # fmt: skip
+"""What others call a key, where that is all that is known about it."""
+
+
+def ours_for(name: str, value: Any) -> str | None:
+    """What another program's name is here, for somebody who types it into a config of ours."""
+    from stoker.config.reference import write_scalar
+
+    if name in _CALLED:
+        return f"here it is {_CALLED[name]}"
+    try:
+        became = IMPORT_NAMES[name](value, Theirs({name: value}))
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        return None
+    settings = ", ".join(f"{key}: {write_scalar(item)}" for key, item in became.settings.items())
+    return f"here it is {redact_text(settings)}" if settings else became.why or None

@@ -169,7 +169,16 @@ def _threshold(value: Any, theirs: Theirs) -> Became:
 def _interpolation(value: Any, theirs: Theirs) -> Became:
     if value in ("bilinear", "bicubic") and theirs.get("train_interpolation") == value:
         return same(interpolation=value)
-    return Became(Kind.NOT_NEEDED, "bilinear for training and bicubic for validation here; see interpolation")
+    if value == "bilinear":
+        return lost("stoker validates in bicubic, unless interpolation says one for training and validation")
+    return Became(Kind.NOT_NEEDED, "stoker validates in bicubic")
+
+
+def _train_interpolation(value: Any, theirs: Theirs) -> Became:
+    if value == "bilinear" or (value == "bicubic" and theirs.get("interpolation") == value):
+        return Became(Kind.NOT_NEEDED, "stoker trains in bilinear, or what interpolation says")
+    theirs_is = "bicubic" if value == "bicubic" else "bilinear or bicubic, drawn for each image"
+    return lost(f"{theirs_is}; stoker trains in bilinear")
 
 
 def _off(otherwise: str, *accepted: Any) -> Rule:
@@ -185,7 +194,7 @@ _RENAMED = {
     "drop_path": "drop_path", "log_interval": "log_every", "checkpoint_hist": "save_top_k", "log_wandb": "wandb",
 }  # fmt: skip
 _EXPLAINED = {
-    "train_interpolation": "interpolation", "amp_dtype": "precision", "amp_impl": "precision",
+    "amp_dtype": "precision", "amp_impl": "precision",
     "clip_mode": "clip_grad_norm", "sched_on_updates": "lr_update", "lr_base_size": "lr_base",
     "lr_base_scale": "lr_base", "warmup_prefix": "lr_scheduler", "model_ema_decay": "ema_decay",
     "model_ema_warmup": "ema_warmup",
@@ -211,6 +220,7 @@ TIMM: Table = {
     "img_size": _size,
     "input_size": lambda value, theirs: same("see img_size") if theirs.get("img_size") else _size(value, theirs),
     "interpolation": _interpolation,
+    "train_interpolation": _train_interpolation,
     "torchcompile": lambda value, _theirs: same(compile_model=bool(value)),
     **dict.fromkeys(("torchscript", "fuser"), _off("see compile_model")),
     "model_kwargs": _off("stoker passes drop_path and dropout only"),

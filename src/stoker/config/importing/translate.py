@@ -25,12 +25,15 @@ from stoker.config.yaml_file import Entry, read_yaml_file
 from stoker.core.errors import UsageError, UserError, nearest
 from stoker.core.files import write_text
 from stoker.core.redact import redact
+from stoker.core.units import count
 
 BASE_NAME = "_base_"
 UNREADABLE = "(not plain data)"
 # PyYAML, which most programs use, reads these words as booleans; YAML 1.2, and stoker, as text.
 _OLD_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
+DECIDING = ("optimizer.", "lr_scheduler.")
 ENOUGH_MARKS = 3
+MOST_LISTED = 40
 COMMENT_COLUMN = 34
 MAX_LINE = 110
 MAX_COMMENT = 200
@@ -101,6 +104,11 @@ class Imported:
             merged |= became.settings
         return merged
 
+    @property
+    def lost(self) -> list[Translated]:
+        """The keys that cannot be kept, or not wholly."""
+        return [key for key in self.keys if key.became.kind in (Kind.NOT_TRANSLATED, Kind.UNKNOWN)]
+
     def named(self, *kinds: Kind) -> list[str]:
         return [key.name for key in self.keys if key.became.kind in kinds]
 
@@ -128,10 +136,13 @@ def import_config(
     if given:
         imported.facts.append(same("given with the import", **given))
         taken |= dict.fromkeys(given, "the command line")
-    for name, (_, origin) in entries.items():
+    order = list(entries)
+    # What a program gives the optimizer counts, not an argument of the user's own model that has the same name.
+    for name in sorted(order, key=lambda name: not name.startswith(DECIDING)):
         became = _without_conflicts(_valid(_became(name, values[name], theirs, program.table)), taken, imported)
         taken |= dict.fromkeys(became.settings, name)
-        imported.keys.append(Translated(name, values[name], became, origin))
+        imported.keys.append(Translated(name, values[name], became, entries[name][1]))
+    imported.keys.sort(key=lambda key: order.index(key.name))
     for fact in program.facts(theirs):
         missing = {key: value for key, value in fact.settings.items() if key not in taken}
         if missing:
@@ -268,6 +279,19 @@ def check_program(name: str | None) -> None:
         )
 
 
+def check_kept(imported: Imported) -> None:
+    """Raises UserError with the list of what cannot be kept."""
+    if imported.lost:
+        lines = [f"  {_theirs(key)}    # {_comment(key.became.why)}" for key in imported.lost]
+        listed = [*lines[:MOST_LISTED], *([f"  and {len(lines) - MOST_LISTED} more"] if lines[MOST_LISTED:] else [])]
+        raise UserError(
+            "not-all-kept",
+            f"{count(len(imported.lost), 'key')} of {imported.source} cannot be kept\n" + "\n".join(listed),
+            why="the training would differ from that of the other program; nothing was written",
+            hint="the same command with --accept imports the rest",
+        )
+
+
 def check_output(output: Path | None, source: Path, *, force: bool) -> None:
     """Refuses to overwrite a file, and always the one that is imported."""
     if output is None:
@@ -324,8 +348,8 @@ _LEFT_OUT = (
 
 
 def _count(imported: Imported) -> str:
-    kept = len([key for key in imported.keys if key.became.settings])
-    missing = len(imported.named(Kind.NOT_TRANSLATED, Kind.UNKNOWN))
+    missing = len(imported.lost)
+    kept = len([key for key in imported.keys if key.became.settings and key not in imported.lost])
     without = len(imported.named(Kind.NO_EFFECT))
     return f"{len(imported.keys)} keys: {kept} kept, {without} without effect there, {missing} not translated."
 

@@ -43,7 +43,7 @@ from stoker.tasks.images.decode.decoders import available_decoders
 from stoker.tasks.images.image_loader import ImageBatch, ImageLoader, ImagePlan
 from stoker.tasks.images.layouts.imagenet import CLASSES
 from stoker.tasks.images.models import build_loss, build_model, cross_entropy, facts_about
-from stoker.tasks.images.permuted_labels import MOST_CLASSES, Confusion, Figures, is_suspicious, judge_labels
+from stoker.tasks.images.permuted_labels import MOST_CLASSES, Confusion, Figures, can_judge, judge_labels
 from stoker.train.checkpoint.folder import FoundCheckpoint
 from stoker.train.compute import compute_dtype
 from stoker.train.evaluate import Remark
@@ -132,7 +132,7 @@ class ImageScoring(ClassScoring):
     def look(self, metrics: Mapping[str, Any]) -> Remark | None:
         loss = metrics.get("train/loss") if self._loss == "cross_entropy" else None
         figures = Figures(metrics.get("val/acc1"), metrics.get("train/acc1"), loss)
-        if self._asked or not is_suspicious(figures, len(self._classes)):
+        if self._asked or not can_judge(figures, len(self._classes)):
             return None
         counts = None if self._confusion is None else self._confusion.total()
         alarm = judge_labels(figures, counts, self._classes)

@@ -98,7 +98,7 @@ def check_counts(subject: Subject) -> Finding:
     if empty:
         return failed(
             f"{count(len(empty), 'class', 'classes')} without training images: {some(empty)}",
-            f"copy their images to {shown(train.index.root)} again, or --skip class-counts if that is meant",
+            f"copy their images to {shown(train.index.root)} again, unless that is meant",
             empty=empty,
             **facts,
         )
@@ -110,7 +110,7 @@ def check_counts(subject: Subject) -> Finding:
         if len(small) <= max(1, RARE_SHARE * len(counts)):
             return failed(
                 f"{seen}; strangely few in {some(names)}, where the usual class has {usual:,.0f}",
-                f"copy these folders to {shown(train.index.root)} again, or --skip class-counts if they are whole",
+                f"copy these folders to {shown(train.index.root)} again, unless they are whole",
                 small=[train.classes[at] for at in small],
                 **facts,
             )
@@ -136,7 +136,7 @@ def _judge_imagenet(
     if wrong or not whole:
         return failed(
             f"{seen}, instead of {expected}; {count(len(wrong), 'class folder')} of another size than ImageNet's",
-            "copy or unpack these folders again, or --skip class-counts if you chose a part on purpose",
+            "copy or unpack these folders again, unless you chose a part on purpose",
             *first_lines(wrong),
             **facts,
         )

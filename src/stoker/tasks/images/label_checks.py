@@ -27,7 +27,13 @@ from stoker.tasks.images.layouts.imagenet import (
     validation_numbers,
 )
 from stoker.tasks.images.layouts.sample_index import SampleIndex, SampleSet
-from stoker.tasks.images.permuted_labels import EXPLAINED, FolderMapping, describe_mapping, likely_mapping
+from stoker.tasks.images.permuted_labels import (
+    EXPLAINED,
+    FolderMapping,
+    closed_cycles,
+    describe_mapping,
+    likely_mapping,
+)
 
 # ReaL labels agree with the official labels of 42,164 of the 46,837 validation images that have any: 90.0 %. By class
 # the worst is 18 % (tape player), then 39 %; by any 50 neighbouring classes at least 84 %. Images spread at random
@@ -310,19 +316,9 @@ def _judge_confusion(
 
 
 def _surely_moved(mapping: FolderMapping, known: int) -> list[int]:
-    """The permuted folders: many, or a closed cycle. A single one may be a class that the network confuses."""
-    folder_of = {label: folder for folder, label in enumerate(mapping.own) if label >= 0}
-    goes = {folder: folder_of.get(held, -1) for folder, held in mapping.moved.items()}
-    if len(goes) >= max(2, MOVED_SHARE * known):
-        return list(goes)
-    found = []
-    for start in goes:
-        at, steps = goes[start], 0
-        while at in goes and at != start and steps <= len(goes):
-            at, steps = goes[at], steps + 1
-        if at == start:
-            found.append(start)
-    return found
+    """The permuted folders: many, or those that hold each other's classes."""
+    many = len(mapping.moved) >= max(2, MOVED_SHARE * known)
+    return list(mapping.moved) if many else closed_cycles(mapping)
 
 
 LABEL_CHECKS = (

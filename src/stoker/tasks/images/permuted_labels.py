@@ -19,13 +19,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-# A folder's class is clear if it has this share of the folder's images, and at least this many of them: of ten random
-# guesses among a hundred classes, three agree in one folder of a hundred.
+# A folder's class is clear if it has this share of the folder's images, and at least this many of them.
 CLEAR_SHARE = 0.25
 CLEAR_IMAGES = 2.0
-# No other class in the folder, and no other folder of the class, may come close: a network that gives the same
-# answer for every image has a best class for each folder, but no clear one.
+# And this much more than the folder's own class: a network takes similar classes for each other.
 CLEAR_MARGIN = 1.5
+# And if guesses would hardly look like that: the probability that one pair of all folders and classes does, for a
+# network that gives every answer as often as this one, whatever it sees.
+ACCIDENT = 0.05
 EXPLAINED = 0.3
 """Share of all images that a permutation has to explain: with less it may be an accident."""
 PATTERN_SHARE = 0.8
@@ -66,22 +67,53 @@ def likely_mapping(counts: NDArray[Any], own: Sequence[int] | None = None) -> Fo
     """
     numbers = tuple(range(len(counts))) if own is None else tuple(own)
     found = np.asarray(counts, np.float64)
-    images = found.sum()
-    if not images:
-        return FolderMapping((None,) * len(numbers), numbers, 0.0)
-    shares = found / np.maximum(found.sum(1, keepdims=True), 1.0)
-    folders = np.arange(len(found))
-    best = shares.argmax(1)
-    top, seen = shares[folders, best], found[folders, best]
-    rivals = shares.copy()
-    rivals[folders, best] = 0.0
-    # For each folder, the strongest other folder that holds its best class.
-    elsewhere = shares[:, best]
-    elsewhere[folders, folders] = 0.0
-    margin = CLEAR_MARGIN * np.maximum(rivals.max(1), elsewhere.max(0))
-    clear = (top >= CLEAR_SHARE) & (seen >= CLEAR_IMAGES) & (top >= margin)
-    holds = tuple(int(label) if sure else None for label, sure in zip(best, clear, strict=True))
-    return FolderMapping(holds, numbers, float(seen[clear].sum() / images))
+    images, of_folder = found.sum(), found.sum(1)
+    holds: list[int | None] = [None] * len(found)
+    explained = 0.0
+    if images:
+        from scipy.optimize import linear_sum_assignment
+
+        # Together, not one by one: of two folders that look like one class, the other may look like its own as well.
+        folders, classes = linear_sum_assignment(found / np.maximum(of_folder, 1.0)[:, None], maximize=True)
+        by_chance = _chance_of(found[folders, classes], of_folder[folders], found.sum(0)[classes] / images)
+        for folder, label, chance in zip(folders.tolist(), classes.tolist(), by_chance.tolist(), strict=True):
+            seen = found[folder, label]
+            own_seen = found[folder, numbers[folder]] if numbers[folder] not in (-1, label) else 0.0
+            least = max(CLEAR_IMAGES, CLEAR_SHARE * of_folder[folder], CLEAR_MARGIN * own_seen)
+            if seen >= least and chance * found.size < ACCIDENT:
+                holds[folder] = label
+                explained += float(seen / images)
+    return FolderMapping(tuple(holds), numbers, explained)
+
+
+def _chance_of(seen: Any, images: Any, probability: Any) -> NDArray[np.float64]:
+    """How probable it is that at least so many of a folder's images get an answer that has this probability."""
+    from scipy.stats import binom
+
+    return np.asarray(binom.sf(np.floor(seen) - 1, np.ceil(images), np.minimum(probability, 1.0)))
+
+
+def fewest_images(classes: int) -> int:
+    """From how many validation images per class on a network halfway between guessing and perfect shows one."""
+    images = np.arange(2, 1000)
+    recognised = np.ceil(images * (1 + 1 / classes) / 2)
+    enough = _chance_of(recognised, images, 1 / classes) * classes**2 < ACCIDENT
+    return int(images[enough.argmax()])
+
+
+def closed_cycles(mapping: FolderMapping) -> list[int]:
+    """The moved folders that hold each other's classes: a swap, or a longer cycle. A single one may be a class that the
+    network takes for another."""
+    folder_of = {label: folder for folder, label in enumerate(mapping.own) if label >= 0}
+    goes = {folder: folder_of.get(held, -1) for folder, held in mapping.moved.items()}
+    found = []
+    for start in goes:
+        at, steps = goes[start], 0
+        while at in goes and at != start and steps <= len(goes):
+            at, steps = goes[at], steps + 1
+        if at == start:
+            found.append(start)
+    return found
 
 
 def describe_mapping(mapping: FolderMapping, folders: Sequence[str], classes: Sequence[str]) -> str:
@@ -177,39 +209,46 @@ class Figures:
 class LabelAlarm:
     seen: str
     permutation: str | None
+    too_few: str = ""
+    """Why a permutation could not be seen."""
 
     def details(self) -> dict[str, Any]:
         return {"seen": self.seen, "permutation": self.permutation, "hint": HINT}
 
     def text(self) -> str:
         permuted = f"the folders of val/ seem to be permuted: {self.permutation}"
-        likely = permuted if self.permutation else "no order of the folders of val/ explains it"
-        return f"warning: labels? {self.seen}; {likely}\nhint: {HINT}"
+        unclear = self.too_few or "no order of the folders of val/ explains it"
+        return f"warning: labels? {self.seen}; {permuted if self.permutation else unclear}\nhint: {HINT}"
 
 
-def is_suspicious(figures: Figures, classes: int) -> bool:
-    """Whether to look at which class was taken for which: validation is at chance level, training is not."""
-    if figures.val_acc1 is None or figures.val_acc1 > _accuracy(AT_CHANCE, classes):
-        return False
-    return _has_learned(figures, classes) is not False
+def can_judge(figures: Figures, classes: int) -> bool:
+    """Whether it makes sense to look at which class was taken for which: not before the model has learned something."""
+    return figures.val_acc1 is not None and _has_learned(figures, classes) is not False
 
 
 def judge_labels(figures: Figures, counts: NDArray[Any] | None, classes: Sequence[str]) -> LabelAlarm | None:
-    """The alarm, if there is reason for one; `counts` (label, predicted class) is None if nothing was counted."""
+    """The alarm, if there is reason for one; `counts` (label, predicted class) is None if nothing was counted.
+
+    Folders that hold each other's classes are one at any accuracy. Where validation is at chance level, so are any that
+    together explain many images, and even none.
+    """
     number = len(classes)
-    if not is_suspicious(figures, number):
+    if not can_judge(figures, number):
         return None
-    learned = _has_learned(figures, number)
-    seen = _seen(figures, number)
+    learned, seen, too_few = _has_learned(figures, number), _seen(figures, number), ""
+    at_chance = _is_at_chance(figures, number)
     if counts is not None:
         # Outputs beyond the classes have no folder.
         mapping = likely_mapping(counts[:number])
         outputs = [*classes, *(f"output {extra}" for extra in range(number, counts.shape[1]))]
-        if mapping.moved and mapping.explained >= EXPLAINED and (learned or number >= FEW_CLASSES):
-            return LabelAlarm(seen, describe_mapping(mapping, classes, outputs))
+        wrong = list(mapping.moved) if at_chance and mapping.explained >= EXPLAINED else closed_cycles(mapping)
+        if wrong and (learned or number >= FEW_CLASSES):
+            return LabelAlarm(seen, describe_mapping(mapping.only(wrong), classes, outputs))
         if _effective_classes(counts) < SPREAD * number:
             return None
-    return LabelAlarm(seen, None) if learned and number >= FEW_CLASSES else None
+        if (images := counts[:number].sum() / number) < (fewest := fewest_images(number)):
+            too_few = f"{images:.1f} validation images per class are too few to see a permutation: it takes {fewest}"
+    return LabelAlarm(seen, None, too_few) if at_chance and learned and number >= FEW_CLASSES else None
 
 
 class Confusion:
@@ -242,6 +281,10 @@ def _accuracy(share: float, classes: int) -> float:
     return chance + share * (100.0 - chance)
 
 
+def _is_at_chance(figures: Figures, classes: int) -> bool:
+    return figures.val_acc1 is not None and figures.val_acc1 <= _accuracy(AT_CHANCE, classes)
+
+
 def _has_learned(figures: Figures, classes: int) -> bool | None:
     """Whether the model knows the training images; None if no metric shows it."""
     if figures.train_acc1 is not None:
@@ -258,6 +301,8 @@ def _seen(figures: Figures, classes: int) -> str:
         train = f"train/loss is {figures.train_loss:.2f} (a guess: {math.log(classes):.2f})"
     else:
         train = "the model distinguishes the validation images"
+    if not _is_at_chance(figures, classes):
+        return f"{train}, val/acc1 {figures.val_acc1:.1f} %"
     return f"{train}, but val/acc1 {figures.val_acc1:.1f} % is no better than chance ({100 / classes:.3g} %)"
 
 

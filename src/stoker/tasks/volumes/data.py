@@ -386,9 +386,7 @@ class PatchLoader(BatchLoader[PatchBatch]):
     ) -> None:
         self.plan = plan
         options = replace(options, engine=choose_engine(options.engine, options.workers, volumes=True))
-        # One bad volume may always be set aside: among fifty, it would already exceed the usual hundredth.
-        allowed = max(options.max_bad_fraction, 1 / len(plan.cases))
-        quarantine = Quarantine(options.quarantine_file, allowed, len(plan.cases))
+        quarantine = Quarantine(options.quarantine_file, options.max_bad_fraction, len(plan.cases))
         opens = partial(_open_maker, plan, reading, options.lookahead // options.readers)
         super().__init__(plan, opens, quarantine, options, say, follow)
 

@@ -103,9 +103,13 @@ def resume(run: Run, found: FoundCheckpoint, say: Say, *, replan: bool = False) 
     progress, schedule = _progress_in(run, state), of_kind("schedule", changes)
     # The rates of the last step and of the next: a learning rate is a function of the step, its horizon and its peak.
     rates = float(state["optimizer"]["param_groups"][0]["lr"]), run.schedule.lr_at(progress.step)
-    if progress.finished and (asked := by_the_user(changes)):
-        early = None if run.schedule.stopping is None else run.schedule.stopping.reason(progress)
-        raise nothing_left(path, asked, progress.epoch, run.schedule.horizon.epochs, early)
+    if progress.finished:
+        if asked := by_the_user(changes):
+            early = None if run.schedule.stopping is None else run.schedule.stopping.reason(progress)
+            raise nothing_left(path, asked, progress.epoch, run.schedule.horizon.epochs, early)
+        # No step is left that another batch size would count: those that were taken do.
+        progress.step = state["progress"]["step"]
+        return Resumed(replace(run, progress=progress), ())
     if schedule and not replan:
         raise ScheduleChanged(path, schedule, progress.step, *rates)
 

@@ -103,7 +103,7 @@ class Decoding:
 
     def _region(self, data: Bytes, header: ImageHeader, box: Box, scale: int) -> Slot:
         """The pixels of a box of the stored image; Pillow decides about what the decoder refuses."""
-        if header.jpeg is not None and self.decoder != "pillow" and _has_end(data):
+        if header.jpeg is not None and self.decoder != "pillow" and has_end(data):
             try:
                 return load_decoder(self.decoder).region(data, header, box, scale)
             except Refused:
@@ -111,7 +111,7 @@ class Decoding:
         return PILLOW.region(data, header, box, scale)
 
 
-def _has_end(data: Bytes) -> bool:
+def has_end(data: Bytes) -> bool:
     """Whether a JPEG has its end marker. A truncated one lacks it, even if the crop is above the cut."""
     if bytes(data[-2:]) == END_OF_IMAGE:
         return True

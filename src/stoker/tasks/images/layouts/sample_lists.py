@@ -25,6 +25,9 @@ from stoker.tasks.images.layouts.splits import SPLIT_NAMES, split_place
 
 PATH_COLUMNS = ("path", "image", "filename", "file_name", "file", "image_path", "filepath")
 LABEL_COLUMNS = ("label", "class", "class_name", "category", "target")
+# Names that say it less clearly, for a list that the user names.
+UNUSUAL_PATHS = ("file_path", "img", "img_path", "image_name", "img_name", "image_id", "img_id", "name", "id")
+UNUSUAL_LABELS = ("labels", "class_id", "label_name", "category_name")
 SPLIT_COLUMNS = ("split", "set", "subset", "partition")
 SPLITS = {"train": ("train", "training"), "val": (*SPLIT_NAMES["val"], "dev")}
 # Rows of a list that are tried; a wrong data_root is noticed before training, without a request for a million files.
@@ -234,18 +237,20 @@ def _json_records(path: str, text: str) -> Iterator[tuple[int, dict[str, str | N
 
 
 def _columns(path: str, line: int, header: list[str]) -> tuple[str, str, str | None]:
-    found = []
-    for what, known in (("images", PATH_COLUMNS), ("labels", LABEL_COLUMNS), ("splits", SPLIT_COLUMNS)):
-        by_name = {name.lower(): name for name in reversed(header)}
-        name = next((by_name[word] for word in known if word in by_name), None)
-        if name is None and what != "splits":
-            seen = f"no column of {what} among {some(header)}"
-            raise LabelFileWrong(path, min(line, 1), seen, f"name the column {' or '.join(known[:3])}")
-        found.append(name)
-    image, label, split = found
-    assert image is not None
-    assert label is not None
-    return image, label, split
+    """The columns of images, labels and, if there is one, splits."""
+    by_name = {name.lower(): name for name in reversed(header)}
+    known = {
+        "images": (*PATH_COLUMNS, *UNUSUAL_PATHS), "labels": (*LABEL_COLUMNS, *UNUSUAL_LABELS), "splits": SPLIT_COLUMNS
+    }  # fmt: skip
+    found = {what: next((by_name[word] for word in words if word in by_name), None) for what, words in known.items()}
+    rest = [name for name in header if name not in found.values()]
+    lacking = [what for what in ("images", "labels") if found[what] is None]
+    if len(lacking) == len(rest) == 1:
+        found[lacking[0]] = rest[0]  # it can be nothing else
+    elif lacking:
+        seen = f"no column of {lacking[0]} among {some(header)}"
+        raise LabelFileWrong(path, min(line, 1), seen, f"name the column {' or '.join(known[lacking[0]][:3])}")
+    return str(found["images"]), str(found["labels"]), found["splits"]
 
 
 def _below(path: str, line: int, root: str, image: str) -> str:

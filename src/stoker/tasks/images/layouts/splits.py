@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 import os
 import re
 import shlex
@@ -26,6 +27,8 @@ repository."""
 FILE_KINDS = (".tar", ".parquet")
 LABELLED = (*FILE_KINDS, ".csv", ".jsonl", "index.json")
 """Files that hold labels, by the end of their names; a pack has an index.json."""
+LISTS = (".csv", ".tsv", ".jsonl")
+TRIED = 16
 
 
 class Entries(NamedTuple):
@@ -77,7 +80,9 @@ def check_folder(root: str, split: str) -> None:
             "split-not-found",
             f"{shown(str(base))} has no folder {shown(split)}",
             why=f"it contains {some(there)}" if there else "it is empty",
-            hint=did_you_mean(split, there) or f"data_root must contain {split}/CLASS/IMAGE.jpg",
+            hint=did_you_mean(split, there)
+            or _without_splits(base)
+            or f"data_root must contain {split}/CLASS/IMAGE.jpg",
         )
     existing = base
     while not existing.is_dir() and existing != existing.parent:
@@ -91,6 +96,21 @@ def check_folder(root: str, split: str) -> None:
         # Names in a folder are not chosen to differ: two changed letters make another word, and /nope is not /home.
         hint=did_you_mean(missing, there, most_edits=1) or "data_root=FOLDER",
     )
+
+
+def _without_splits(base: Path) -> str | None:
+    """How to train on a folder that has its classes, or a list of them, at its top."""
+    entries = [entry for entry in base.iterdir() if not entry.name.startswith(".")]
+    lists = sorted(entry.name for entry in entries if entry.suffix in LISTS and entry.is_file())
+    if len(lists) == 1:
+        return f"samples_csv={lists[0]}, if it says which class each image has; with val_fraction=0.1 for validation"
+    if sum(any(map(_is_image, _names_in(entry)[:TRIED])) for entry in entries[:TRIED] if entry.is_dir()) >= 2:
+        return "val_fraction=0.1, if these folders are classes: it sets a tenth of each aside for validation"
+    return None
+
+
+def _is_image(name: str) -> bool:
+    return str(mimetypes.guess_type(name)[0]).startswith("image/")
 
 
 def not_readable(path: str, error: OSError) -> UserError:
@@ -182,6 +202,9 @@ def _named(root: str, entries: Entries, base: str, names: tuple[str, ...]) -> Fo
         below = f"{base}/{name}" if base else name
         note = None if name == names[0] else f"there is no {names[0]}/: using {shown(name)} for validation"
         if name in entries.folders and (note is None or _has_labels(split_place(root, below))):
+            last = f"{base}/{names[-1]}" if base else names[-1]
+            if below != last and names[-1] in entries.folders and _has_labels(split_place(root, last)):
+                note = f"{f'{note}; ' if note else ''}{last}/ is not used"
             return FoundSplit(below, name=name, note=note)
         for kind in FILE_KINDS:
             if files := tuple(file for file in entries.files if _is_part(file, name, kind)):

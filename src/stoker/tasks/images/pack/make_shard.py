@@ -21,7 +21,7 @@ from stoker.core.child import Parent
 from stoker.core.files import sync_folder
 from stoker.io import outage
 from stoker.io.stores import ReadFailure, Store
-from stoker.tasks.images.decode.crops import MAX_PIXELS, turned
+from stoker.tasks.images.decode.crops import MAX_PIXELS, has_end, turned
 from stoker.tasks.images.decode.decoders import PILLOW, Refused, load_decoder
 from stoker.tasks.images.decode.headers import BadImage, Box, ImageHeader, read_header
 from stoker.tasks.images.layouts.parquet_files import open_sample_store
@@ -40,6 +40,7 @@ from stoker.tasks.images.pack.tar_shards import (
 QUALITY_AFTER_RESIZE = 95
 EXTENSIONS = {"jpeg": "jpg", "tiff": "tif"}
 """Extensions of formats whose name is not their extension."""
+PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def prepare(data: bytes, how: PackOptions) -> Encoded:
     stored = header.stored_width, header.stored_height
     size = how.size_of(*stored)
     if how.quality is None and size == stored:
+        if not _seems_whole(data, header):
+            _decode(data, header)
         return Encoded(EXTENSIONS.get(header.kind, header.kind), data)
     pixels = _decode(data, header)
     if size != stored:
@@ -99,6 +102,14 @@ def prepare(data: bytes, how: PackOptions) -> Encoded:
     except ValueError as error:  # a side is too long for a JPEG
         raise BadImage(f"cannot be encoded: {error}") from None
     return Encoded("jpg", jpeg)
+
+
+def _seems_whole(data: bytes, header: ImageHeader) -> bool:
+    """Whether the file has an end. A truncated one has none, and training would leave it out: so it is decoded."""
+    if header.kind == "png":
+        return data.endswith(PNG_END)
+    # A WebP has its length in its header, which was compared.
+    return header.kind == "webp" or (header.kind == "jpeg" and has_end(data))
 
 
 def _decode(data: bytes, header: ImageHeader) -> NDArray[np.uint8]:

@@ -30,6 +30,7 @@ from stoker.core.errors import UsageError, UserError
 from stoker.core.files import write_text
 from stoker.core.units import count, size_text
 from stoker.io import outage
+from stoker.loader.batch import allowed_bad
 from stoker.loader.sampler import permute
 from stoker.profile.host import HostConfig, usable_cpus
 from stoker.tasks.images.data import open_split
@@ -328,9 +329,10 @@ def _make_shards(
 def _check_skipped(pack: PackFolder, made: list[ShardDone], shards: int, total: int, allowed: float) -> None:
     """Raises as soon as too many samples are bad; the shards so far are kept."""
     skipped = sorted((bad for shard in made for bad in shard.skipped), key=lambda bad: bad["sample"])
-    if len(made) == shards or len(skipped) > allowed * total:
+    too_many = len(skipped) > allowed_bad(allowed, total, total)
+    if len(made) == shards or too_many:
         write_text(pack.skipped, "".join(json.dumps(bad) + "\n" for bad in skipped))
-    if len(skipped) <= allowed * total:
+    if not too_many:
         return
     listed = list_bad([(bad["name"], bad["reason"]) for bad in skipped])
     so_far = "" if len(made) == shards else f" in the first {len(made)} of {shards} shards"

@@ -17,7 +17,7 @@ from stoker.core.redact import redact_text
 from stoker.io.cache import CopyPlace
 from stoker.io.prefetch import Prefetcher
 from stoker.io.stores import Buffer, FileVersion, ReadFailure, is_url, open_store
-from stoker.tasks.volumes.formats.volume import ReadingOptions, failure_of, identity_of, map_file
+from stoker.tasks.volumes.formats.volume import ReadingOptions, check_length, failure_of, identity_of, map_file
 
 Range = tuple[int, int]
 """First byte, and the first one after it."""
@@ -51,6 +51,7 @@ class MappedSource:
         return len(self.memory)
 
     def parts(self, ranges: Sequence[Range]) -> list[Buffer]:
+        check_length(self.name, self.memory)
         memory = memoryview(self.memory)
         return [memory[start:stop] for start, stop in ranges]
 

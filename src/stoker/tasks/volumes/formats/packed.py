@@ -31,6 +31,7 @@ from stoker.tasks.volumes.formats.volume import (
     Volume,
     Voxels,
     check_extent,
+    check_length,
     failure_of,
     map_file,
 )
@@ -134,6 +135,7 @@ class MappedVolume(ArrayVolume):
     """A volume in one piece."""
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
+        check_length(self.name, self.array)
         target = np.empty(region.shape, self.dtype) if out is None else out
         found = self.array[region.slices]
         _read_ahead(found, 1)
@@ -158,6 +160,7 @@ class BlockedVolume:
         return self.array.dtype.newbyteorder("=")
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
+        check_length(self.name, self.array)
         target = np.empty(region.shape, self.dtype) if out is None else out
         pieces = [list(_pieces(a, b, self.block)) for a, b in zip(region.start, region.stop, strict=True)]
         first = self.array[pieces[0][0][0] : pieces[0][-1][0] + 1, pieces[1][0][0] : pieces[1][-1][0] + 1,

@@ -151,6 +151,7 @@ class ArrayVolume:
         return np.dtype(np.float32) if self.scale is not None else self.array.dtype.newbyteorder("=")
 
     def read(self, region: Region, out: Voxels | None = None) -> Voxels:
+        check_length(self.name, self.array)
         target = np.empty(region.shape, self.dtype) if out is None else out
         found = self.array[region.slices]
         if self.scale is None:
@@ -257,6 +258,15 @@ def map_file(path: str) -> tuple[mmap.mmap, str]:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         raise failure_of(path, error) from None
+
+
+def check_length(name: str, memory: Any) -> None:
+    """Raises ReadFailure if this is mapped from a file that has become shorter: touching what is gone would end the
+    process, by SIGBUS. Only what goes while a patch is copied is not noticed."""
+    while memory is not None and not isinstance(memory, mmap.mmap):
+        memory = memory.obj if isinstance(memory, memoryview) else getattr(memory, "base", None)
+    if memory is not None and memory.size() < len(memory):
+        raise ReadFailure(name, "short", f"it had {len(memory):,} bytes when it was opened, and has {memory.size():,}")
 
 
 def identity_of(path: str, now: os.stat_result | None = None) -> str:

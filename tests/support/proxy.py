@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -54,6 +55,8 @@ class Proxy:
     """The 'METHOD /path range' of every request received."""
     in_flight: int = 0
     most_in_flight: int = 0
+    tls: ssl.SSLContext | None = None
+    """Speaks TLS to the client."""
     outage: Literal["reset", "stall"] | None = None
     """While set, every request is reset, or not answered at all. For refused connections, stop the proxy."""
     _faults: list[Fault] = field(default_factory=list)
@@ -61,7 +64,7 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
 
     def fault(self, pattern: str, kind: str, **details: object) -> Fault:
         """Injects a fault into the next matching request, or the next `times` of them."""
@@ -91,7 +94,9 @@ class Proxy:
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, backlog=1024, limit=1 << 18)
+        server = await asyncio.start_server(
+            self._connection, "127.0.0.1", self.port, backlog=1024, limit=1 << 18, ssl=self.tls
+        )
         self.port = server.sockets[0].getsockname()[1]
         ready.set()
         await self._done.wait()

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from stoker.core.errors import UserError
 from stoker.core.redact import redact_text
 
-Buffer: TypeAlias = bytes | memoryview
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 # The default of the config key `max_image_bytes`.
 MAX_OBJECT_BYTES = 256_000_000

@@ -1,7 +1,7 @@
-"""Objects of S3 through awscrt, which signs, connects and receives; this module lists, checks and retries.
+"""Objects of S3, by requests of our own (`s3_requests`): lists, reads, checks and retries.
 
-obstore reads everything else, but does not show the checksums that S3 keeps of objects. Each thread has one request in
-flight, and awscrt's own retries are off: ours are counted, reported, and slow the copying down.
+Each thread has one request in flight; retries are counted, reported, and slow the copying down. obstore reads
+everything else, but does not show the checksums that S3 keeps of objects.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 import hashlib
 import os
 import re
+import ssl
 import threading
 import time
 import urllib.request
@@ -17,20 +18,22 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote, unquote_plus, urlencode, urlsplit
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote_plus, urlsplit
 from xml.etree import ElementTree
 
-from awscrt import auth, checksums, http, io, s3
-from awscrt.exceptions import AwsCrtError
+from awscrt import checksums
 
 from stoker.core.console import Advance
 from stoker.io import outage
 from stoker.io.aws_settings import ENDPOINTS, is_anonymous, profile_settings
-from stoker.io.connection import Patience
 from stoker.io.object_store import ObjectStore
 from stoker.io.stores import Buffer, ReadFailure, StoreDown
+from stoker.stage.s3_requests import BadResponse, Connections, Keys, Response, S3Place, Signer
 from stoker.stage.sources import LISTING_THREADS, Content, Retried, Source, SourceFile, jitter, say_nothing
+
+if TYPE_CHECKING:
+    from stoker.stage.s3_loop import S3Loop
 
 SLOWEST = 100_000
 """Lowest rate of one request, in bytes per second; if it is slower, too many requests share the network."""
@@ -59,26 +62,20 @@ class Fault(Exception):
         """Whether fewer requests would help."""
 
 
-class _Response(NamedTuple):
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-
 class S3Source(Source):
     """A bucket or a part of one."""
 
-    most_at_once = 4096
+    most_at_once = 512
 
-    def __init__(self, store: ObjectStore, place: _Place) -> None:
-        self.url, self._store, self._place, self._patience = store.url, store, place, store.connection.patience
-        self._client = _client(place, self._patience)
-        self._requests: set[Any] = set()
-        self._stopped = threading.Event()
-        self._last_success = self._back = time.monotonic()
+    def __init__(self, store: ObjectStore, place: S3Place) -> None:
+        self.url, self._store, self.place, self.patience = store.url, store, place, store.connection.patience
+        self._signer = Signer(place)
+        self._connections = Connections(place, self.patience.connect_s, self.patience.stall_s)
+        self.stopped = threading.Event()
+        self.last_success = self.back = time.monotonic()
         """When a request last succeeded, and when one did so after an outage."""
         try:
-            self._request("GET", place.base or "/", "ListObjectsV2", query={"list-type": "2", "max-keys": "1"})
+            self._request("GET", place.base or "/", query={"list-type": "2", "max-keys": "1"})
         except (Fault, ReadFailure, StoreDown):
             store.connection.check()  # says what is wrong
 
@@ -102,135 +99,114 @@ class S3Source(Source):
 
     def read(self, file: SourceFile, start: int, end: int, retried: Retried = say_nothing) -> Content:
         """The bytes of this version of an object; those of a whole object agree with the store's checksum."""
-        whole = start == 0 and end == file.size
 
         def attempt() -> Content:
-            # The response to a range lacks the checksum of the whole object.
-            headers = {"x-amz-checksum-mode": "ENABLED"} if whole else {"range": f"bytes={start}-{end - 1}"}
-            found = self._ask_about(file, "GET", "GetObject", headers, end - start)
-            if not whole and found.status != 206:
-                raise Fault(f"status {found.status}")
-            if len(found.body) != end - start:
-                detail = f"{len(found.body)} bytes; the listing says {end - start}"
-                raise ReadFailure(file.path, "changed", detail)
-            agreed = agreed_checksum(found.headers, found.body) if whole else ""
-            if agreed is None:
-                raise Fault("the bytes do not agree with the store's checksum")
-            return Content(found.body, agreed)
+            found = self._exchange("GET", self.request_for(file, start, end), self.longest_s(end - start))
+            return self.content_of(file, start, end, found)
 
         return self._patiently(file.path, attempt, retried)
 
+    def request_for(self, file: SourceFile, start: int, end: int, method: str = "GET") -> bytes:
+        """The request for a range of this version of an object, ready to be sent."""
+        # The response to a range lacks the checksum of the whole object.
+        whole = start == 0 and end == file.size
+        headers = {"x-amz-checksum-mode": "ENABLED"} if whole else {"range": f"bytes={start}-{end - 1}"}
+        if file.version and file.version.isprintable():
+            headers["if-match"] = file.version
+        return self._signer.request(method, self.place.path_of(file.path), headers)
+
+    def content_of(self, file: SourceFile, start: int, end: int, found: Response) -> Content:
+        """What a response brings, checked; raises Fault, ReadFailure or StoreDown if it is not a good one."""
+        self._check(file, found)
+        whole = start == 0 and end == file.size
+        if found.status != (200 if whole else 206):
+            raise Fault(f"status {found.status}")
+        self.check_length(file, end - start, len(found.body))
+        agreed = agreed_checksum(found.headers, found.body) if whole else ""
+        if agreed is None:
+            raise Fault("the bytes do not agree with the store's checksum")
+        return Content(found.body, agreed)
+
+    def check_length(self, file: SourceFile, expected: int, found: int) -> None:
+        if found != expected:
+            raise ReadFailure(file.path, "changed", f"{found} bytes; the listing says {expected}")
+
     def agreed(self, file: SourceFile, content: Buffer) -> str | None:
-        found = self._patiently(
-            file.path,
-            lambda: self._ask_about(file, "HEAD", "HeadObject", {"x-amz-checksum-mode": "ENABLED"}),
-            say_nothing,
-        )
-        return agreed_checksum(found.headers, content)
+        def attempt() -> Response:
+            found = self._exchange("HEAD", self.request_for(file, 0, file.size, "HEAD"), self.longest_s(0))
+            self._check(file, found)
+            return found
+
+        return agreed_checksum(self._patiently(file.path, attempt, say_nothing).headers, content)
+
+    def loop(self, retried: Retried) -> S3Loop:
+        from stoker.stage.s3_loop import S3Loop
+
+        return S3Loop(self, retried)
 
     def stop(self) -> None:
-        self._stopped.set()
-        for request in list(self._requests):
-            request.cancel()
+        self.stopped.set()
+        self._connections.stop()
 
-    def _ask_about(
-        self, file: SourceFile, method: str, operation: str, headers: dict[str, str], size: int = 0
-    ) -> _Response:
-        """The response about this version of an object; raises ReadFailure if it is another one by now."""
-        if file.version:
-            headers["if-match"] = file.version
-        found = self._request(method, self._place.path_of(file.path), operation, headers, size=size)
+    def longest_s(self, size: int) -> float:
+        """How long a request for so many bytes may take."""
+        return self.patience.connect_s + self.patience.stall_s + size / SLOWEST
+
+    def succeeded(self) -> None:
+        now = time.monotonic()
+        if now - self.last_success > outage.SAID_AFTER_S:
+            self.back = now
+        self.last_success = now
+
+    def _check(self, file: SourceFile, found: Response) -> None:
+        """Raises ReadFailure if a response is about another version of an object, and if it is a refusal."""
+        if found.status >= 300:
+            raise _refusal(file.path, found.status, bytes(found.body))
         tag = found.headers.get("etag", "").strip('"')
         if file.version and tag and tag != file.version.strip('"'):
             raise ReadFailure(file.path, "changed", "it was replaced after it was listed")
+
+    def _request(self, method: str, path: str, query: dict[str, str]) -> Response:
+        """The response to one request; raises Fault, ReadFailure or StoreDown if it is not a good one."""
+        found = self._exchange(method, self._signer.request(method, path, {}, query), self.longest_s(0))
+        if found.status >= 300:
+            raise _refusal(path, found.status, bytes(found.body))
         return found
 
-    def _request(
-        self,
-        method: str,
-        path: str,
-        operation: str,
-        headers: dict[str, str] | None = None,
-        query: dict[str, str] | None = None,
-        size: int = 0,
-    ) -> _Response:
-        """The response to one request; raises Fault, ReadFailure or StoreDown if it is not a good one."""
-        target = f"{path}?{urlencode(query, quote_via=quote, safe='-_.~')}" if query else path
-        listed = http.HttpHeaders([("host", self._place.host_header), *(headers or {}).items()])
-        told: dict[str, Any] = {}
-        body: list[bytes] = []
-        ended = threading.Event()
-
-        def on_done(**details: Any) -> None:
-            told.update(details)
-            ended.set()
-
-        request = self._client.make_request(
-            type=s3.S3RequestType.DEFAULT, operation_name=operation, request=http.HttpRequest(method, target, listed),
-            on_headers=lambda headers, **_: told.update(headers=headers),
-            on_body=lambda chunk, **_: body.append(chunk), on_done=on_done,
-        )  # fmt: skip
-        self._requests.add(request)
+    def _exchange(self, method: str, request: bytes, limit_s: float) -> Response:
         try:
-            limit_s = self._patience.connect_s + self._patience.stall_s + size / SLOWEST
-            if not ended.wait(limit_s):
-                request.cancel()
-                raise Fault(f"no response in {limit_s:.0f} s", too_fast=True)
-        finally:
-            self._requests.discard(request)
-        error = told["error"]
-        if error is None:
-            found = {name.lower(): value for name, value in told["headers"]}
-            return _Response(told["status_code"], found, body[0] if len(body) == 1 else b"".join(body))
-        if isinstance(error, s3.S3ResponseError):
-            raise _refusal(path, error.status_code, error.body or b"")
-        assert isinstance(error, AwsCrtError), error
-        if error.name == "AWS_ERROR_S3_SLOW_DOWN":
-            raise Fault("the store asks for fewer requests", too_fast=True)
-        raise Fault(error.message.rstrip("."))
+            return self._connections.exchange(method, request, limit_s)
+        except TimeoutError as error:
+            raise Fault(str(error), too_fast=True) from None
+        except (OSError, BadResponse) as error:
+            raise Fault((error.strerror if isinstance(error, OSError) else None) or str(error)) from None
 
     def _patiently(self, path: str, attempt: Callable[[], _Result], retried: Retried) -> _Result:
         """The result of a request, which is retried while that may help."""
-        tries, first_fault = 0, 0.0
+        attempts, pause_s = Attempts(self, path), 0.0
         while True:
-            heard = max(self._last_success, first_fault)
-            silent = tries > 0 and time.monotonic() - heard > outage.SAID_AFTER_S
-            with outage.waiting(self._place.host_header, heard) if silent else nullcontext():
-                if tries:
-                    pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (tries - 1)) * jitter(0.5, 1.0)
-                    self._stopped.wait(pause_s)
+            heard = max(self.last_success, attempts.first_fault)
+            silent = attempts.tries > 0 and time.monotonic() - heard > outage.SAID_AFTER_S
+            with outage.waiting(self.place.host_header, heard) if silent else nullcontext():
+                if pause_s:
+                    self.stopped.wait(pause_s)
                 try:
                     result = attempt()
                 except Fault as caught:
-                    fault, now = caught, time.monotonic()
+                    fault = caught
                 else:
-                    now = time.monotonic()
-                    if silent and now - self._last_success > outage.SAID_AFTER_S:
-                        self._back = now
-                    self._last_success = now
+                    self.succeeded()
                     return result
-            if self._stopped.is_set():
+            if self.stopped.is_set():
                 raise ReadFailure(path, "unreadable", "stopped")
-            tries += 1
-            first_fault = first_fault or now
-            if now - max(self._last_success, first_fault) > self._patience.retry_s:
-                raise StoreDown(
-                    "store-unreachable",
-                    f"{self._place.host_header} does not respond ({fault})",
-                    why="nothing can be copied until it does; what was copied stays",
-                    hint="check the network, then run the same command again: it continues",
-                )
-            # While nothing else arrives either, the store is at fault; afterwards the object's time limit starts again.
-            failing_s = now - max(first_fault, self._back)
-            if self._last_success > first_fault and failing_s > min(self._patience.object_s, self._patience.retry_s):
-                raise ReadFailure(path, "unreadable", str(fault))
+            pause_s = attempts.failed(fault)
             retried(str(fault), fault.too_fast)
 
     def _pages(self, folder: str, *, directly: bool = False) -> Iterator[list[SourceFile]]:
         """The objects below a folder, a page of up to a thousand at a time.
 
         Not through obstore, whose listing ends with an error at the first name that has an empty or a '..' part."""
-        prefix = f"{self._place.prefix}/" if self._place.prefix else ""
+        prefix = f"{self.place.prefix}/" if self.place.prefix else ""
         query = {"encoding-type": "url", "list-type": "2", "prefix": prefix + (f"{folder}/" if folder else "")}
         if directly:
             query["delimiter"] = "/"
@@ -253,19 +229,45 @@ class S3Source(Source):
             query["continuation-token"] = token
 
     def _page(self, query: dict[str, str]) -> bytes:
-        path = self._place.base or "/"
+        path = self.place.base or "/"
         try:
-            return self._patiently(
-                path, lambda: self._request("GET", path, "ListObjectsV2", query=query).body, say_nothing
-            )
+            return self._patiently(path, lambda: bytes(self._request("GET", path, query=query).body), say_nothing)
         except (ReadFailure, StoreDown) as failure:
             self._store.connection.check()  # it knows more about what can be wrong
             raise StoreDown(
                 "listing-failed",
-                f"{self._place.host_header} does not list the bucket ({failure})",
+                f"{self.place.host_header} does not list the bucket ({failure})",
                 why="what to copy is not known",
                 hint="check that the credentials may list the bucket (s3:ListBucket)",
             ) from None
+
+
+class Attempts:
+    """How often a request for an object has failed, and whether it is tried again."""
+
+    def __init__(self, source: S3Source, path: str) -> None:
+        self._source, self._path = source, path
+        self.tries, self.first_fault = 0, 0.0
+
+    def failed(self, fault: Fault) -> float:
+        """How long to wait before the next attempt. Raises ReadFailure if this object cannot be read, StoreDown if the
+        whole store does not respond."""
+        source, now = self._source, time.monotonic()
+        self.tries += 1
+        self.first_fault = self.first_fault or now
+        if now - max(source.last_success, self.first_fault) > source.patience.retry_s:
+            raise StoreDown(
+                "store-unreachable",
+                f"{source.place.host_header} does not respond ({fault})",
+                why="nothing can be copied until it does; what was copied stays",
+                hint="check the network, then run the same command again: it continues",
+            )
+        # While nothing else arrives either, the store is at fault; afterwards the object's time limit starts again.
+        failing_s = now - max(self.first_fault, source.back)
+        longest_s = min(source.patience.object_s, source.patience.retry_s)
+        if source.last_success > self.first_fault and failing_s > longest_s:
+            raise ReadFailure(self._path, "unreadable", str(fault))
+        return jitter(0.5, 1.0) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self.tries - 1))
 
 
 def _refusal(path: str, status: int, body: bytes) -> Exception:
@@ -282,24 +284,6 @@ def _refusal(path: str, status: int, body: bytes) -> Exception:
     return ReadFailure(path, _REASONS.get(status, "unreadable"), detail)
 
 
-class _Place(NamedTuple):
-    """A bucket and the part of it below a prefix, and how it is reached."""
-
-    host_header: str
-    tls: bool
-    base: str
-    """What every path begins with: `/bucket`, or nothing if the bucket is part of the host's name."""
-    prefix: str
-    """Without a slash at its end; "" for the whole bucket."""
-    region: str
-    keys: Any
-    """awscrt's provider of credentials; None: anonymous."""
-
-    def path_of(self, name: str) -> str:
-        key = f"{self.prefix}/{name}" if self.prefix else name
-        return f"{self.base}/{quote(key.encode('utf-8', 'surrogateescape'), safe='/-_.~')}"
-
-
 def open_s3(store: ObjectStore) -> S3Source | None:
     """The source of an s3:// URL; None for others, and if it takes more than keys: a proxy, or a service that hands out
     credentials. obstore can do that."""
@@ -312,46 +296,25 @@ def open_s3(store: ObjectStore) -> S3Source | None:
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or settings.get("region", "us-east-1")
     endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), settings.get("endpoint"))
     address = urlsplit(endpoint or f"https://s3.{region}.amazonaws.com")
-    host, base = address.netloc, f"/{parts.netloc}"
+    host, base = address.hostname or "", f"/{parts.netloc}"
     if os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in ("true", "1"):
         # obstore expects the bucket in a given endpoint; without one it adds it.
         host, base = (host, "") if endpoint else (f"{parts.netloc}.{host}", "")
     unusual = address.scheme not in ("http", "https") or not host or address.path.strip("/")
-    through_proxy = address.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(
-        address.hostname or ""
-    )
+    through_proxy = address.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
     if (keys is None and not anonymous) or unusual or through_proxy:
         return None
-    return S3Source(store, _Place(host, address.scheme == "https", base, parts.path.strip("/"), region, keys))
+    tls = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE")) if address.scheme == "https" else None
+    port = address.port or (443 if tls is not None else 80)
+    return S3Source(store, S3Place(host, port, tls, base, parts.path.strip("/"), region, keys))
 
 
-def _keys(settings: dict[str, Any]) -> Any:
+def _keys(settings: dict[str, Any]) -> Keys | None:
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
     identity, secret, token = (os.environ.get(name) for name in names)
     if not identity or not secret:
         identity, secret, token = (settings.get(name) for name in ("access_key_id", "secret_access_key", "token"))
-    return auth.AwsCredentialsProvider.new_static(identity, secret, token) if identity and secret else None
-
-
-def _client(place: _Place, patience: Patience) -> Any:
-    signing = None
-    if place.keys is not None:
-        signing = s3.create_default_s3_signing_config(region=place.region, credential_provider=place.keys)
-    trusted = None
-    if place.tls and (bundle := os.environ.get("AWS_CA_BUNDLE")):
-        options = io.TlsContextOptions()
-        options.override_default_trust_store_from_path(ca_filepath=bundle)
-        trusted = io.ClientTlsContext(options).new_connection_options()
-    return s3.S3Client(
-        region=place.region,
-        tls_mode=s3.S3RequestTlsMode.ENABLED if place.tls else s3.S3RequestTlsMode.DISABLED,
-        signing_config=signing,
-        tls_connection_options=trusted,
-        # 0 would mean its default, five; with one token, only the client's first failure is retried unseen.
-        retry_config=s3.S3RetryConfig(max_retries=1, initial_bucket_capacity=1, backoff_scale_factor_ms=1),
-        connect_timeout_ms=int(1000 * patience.connect_s),
-        max_active_connections_override=S3Source.most_at_once,
-    )
+    return Keys(identity, secret, token) if identity and secret else None
 
 
 def _crc(function: Callable[[Buffer], int], size: int) -> Callable[[Buffer], bytes]:

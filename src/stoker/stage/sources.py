@@ -49,6 +49,20 @@ def say_nothing(_reason: str, _too_fast: bool) -> None:
     """For callers that do not count retries."""
 
 
+class Loop(Protocol):
+    """Reads that are in flight; its methods are called by one thread."""
+
+    def begin(self, file: SourceFile, start: int, end: int, done: Callable[[Content | ReadFailure], None]) -> None:
+        """Begins to read; `done` is called by `run` with what was read, which is overwritten afterwards."""
+        ...
+
+    def run(self, wait_s: float) -> None:
+        """Goes on with what has data, waiting for it at most so long. Raises StoreDown if the whole store fails."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Source(Protocol):
     """Files with a path, a size and a version."""
 
@@ -73,6 +87,11 @@ class Source(Protocol):
         not agree."""
         del file, content
         return ""
+
+    def loop(self, retried: Retried) -> Loop | None:
+        """Reads without threads, if that is how this source is read fastest."""
+        del retried
+        return None
 
     def stop(self) -> None:
         """Makes reads that other threads are waiting for fail soon."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stoker.config import Config
 from stoker.core.console import progress_bar, say, transfer_bar
 from stoker.core.errors import ConfigError, Interrupted, UserError
 from stoker.core.units import count, size_text
 from stoker.io.local_copy import LocalCopy, keep_subset, open_copy
 from stoker.io.stores import is_url
-from stoker.plan.break_even import Payback, payback_text
 from stoker.stage.copying import (
     Verification,
     check_apart,
@@ -26,6 +25,10 @@ from stoker.stage.hydrate import Hydrated, HydrateOptions, hydrate, list_files
 from stoker.stage.sources import open_source
 from stoker.stage.transfer import StageOptions, Summary
 from stoker.tasks.base import Selection, task_for
+
+if TYPE_CHECKING:
+    from stoker.config import Config
+    from stoker.plan.break_even import Payback
 
 MEASURED_FROM = 1_000_000_000
 """Bytes: below it nobody waits long enough to decide, and measuring would take a good part of the copying."""
@@ -73,6 +76,8 @@ def stage(
         if measure and work.bytes >= MEASURED_FROM:
             payback = measure_payback(source, work.files, copy.folder)
         if payback is not None:
+            from stoker.plan.break_even import payback_text  # numpy takes a twentieth of a second to import
+
             say(payback_text(payback))
         with transfer_bar("staging") as transfer:
 

@@ -79,6 +79,24 @@ def test_nnunets_raw_folders_are_read_in_both_forms(is_old: bool, tmp_path: Path
         open_cases(tmp_path)
 
 
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{p}, *{p}]\n" for p, c in zip("abcdefg", "bcdefgh", strict=True))
+NESTED = "[*a, *a]"
+
+
+def test_ids_are_the_names_of_files_or_where_these_repeat_of_their_folders(tmp_path: Path) -> None:
+    for name in ("patient0/t1.nii.gz", "patient1/t1.nii.gz", "x/a/1.npy", "x/b/1.npy", "x/a/2.npy"):
+        touch(tmp_path / name)
+
+    def ids(*images: str) -> list[str]:
+        (tmp_path / "cases.yaml").write_text("".join(f"- {{image: {image}}}\n" for image in images))
+        return [case.id for case in open_cases(tmp_path / "cases.yaml").cases]
+
+    assert ids("patient0/t1.nii.gz") == ["t1"]
+    assert ids("patient0/t1.nii.gz", "patient1/t1.nii.gz") == ["patient0", "patient1"]
+    assert ids("x/a/1.npy", "x/b/1.npy", "x/a/2.npy") == ["a_1", "a_2", "b_1"]
+    assert ids("s3://bucket/a%20b/1.zarr/", "s3://bucket/c/1.zarr/") == ["a b", "c"]
+
+
 def test_a_list_of_pairs_is_read_relative_to_its_file(tmp_path: Path) -> None:
     for name in ("a/one.nii.gz", "b/one.nii.gz", "0.npy", "1.npy", "l.npy"):
         touch(tmp_path / name)
@@ -108,7 +126,16 @@ def test_a_list_of_pairs_is_read_relative_to_its_file(tmp_path: Path) -> None:
         ("cases: []", "list-empty"),
         ("- {label: a.tif}", "bad-case"),
         ("- {image: a.tif, lable: b.tif}", "unknown-key"),
-        ("- {image: a.tif}\n- {image: b/a.tif}", "case-twice"),
+        ("- {image: a.tif}\n- {id: a, image: b/a.tif}", "case-twice"),
+        (f"- {{image: a.tif, id: {'[' * 5000}}}", "list-unreadable"),
+        (LAUGHS + "cases: [{image: a.tif, id: *h}]", "unknown-key"),
+        (f"- {{image: a.tif, id: &a [x, x], group: {NESTED}}}", "bad-case"),
+        ("classes: 3\nignore_label: [1]\ncases: [{image: a.tif}]", "bad-number"),
+        ("classes: 3\nignore_label: 2020-01-01\ncases: [{image: a.tif}]", "bad-number"),
+        ("classes: 3\nignore_label: other\ncases: [{image: a.tif}]", "bad-number"),
+        (f"- {{image: {'a' * 5000}.tif}}", "bad-case"),
+        ("- {image: ~nosuchuser/a.tif}", "bad-case"),
+        ('- {image: "a\\0.tif"}', "volumes-missing"),
         ("- {id: x, image: a.tif}\n- {id: y, image: b/../a.tif}", "volume-twice"),
         ("- {image: a.tif, level: x}", "bad-number"),
         ("- [", "list-unreadable"),

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -208,34 +209,25 @@ def _from_list(path: Place) -> CaseList:
     """`cases:` (or just the list) with `image` (a path, or one for each channel), `label`, `group`, `id`, `level`."""
     try:
         document = yaml.safe_load(_text(path))
-    except yaml.YAMLError as error:
-        raise UserError(
-            "list-unreadable", f"{path} is not YAML: {str(error).splitlines()[0]}", hint=f"edit {path}"
-        ) from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise UserError("list-unreadable", f"{path} is not YAML: {reason}", hint=f"edit {path}") from None
     rules = None
     if isinstance(document, Mapping):
         _refuse_unknown(path, "the list", document, ("cases", "classes", "ignore_label"))
         if "classes" in document:
-            rules = LabelRules(_whole_number(path, document["classes"]), document.get("ignore_label"))
+            ignore = document.get("ignore_label")
+            rules = LabelRules(
+                _whole_number(path, document["classes"]),
+                None if ignore is None else _whole_number(path, ignore, least=None),
+            )
         document = document.get("cases")
     if not isinstance(document, Sequence) or isinstance(document, str) or not document:
         raise UserError(
             "list-empty", f"{path} has no list of cases", hint="cases:\n  - {image: scan1.tif, label: mask1.tif}"
         )
-    cases: list[Case] = []
     gone: list[str] = []
-    for number, entry in enumerate(document, 1):
-        if not isinstance(entry, Mapping) or not entry.get("image"):
-            raise UserError("bad-case", f"{path}: case {number} has no image", hint="- {image: a.tif, label: b.tif}")
-        _refuse_unknown(path, f"case {number}", entry, ("id", "image", "label", "group", "level"))
-        named = entry["image"] if isinstance(entry["image"], list) else [entry["image"]]
-        level = _whole_number(path, entry.get("level", 0))
-        images = tuple(_ref(path, one, level, gone) for one in named)
-        label = None if entry.get("label") is None else _ref(path, entry["label"], level, gone)
-        file = images[0].location.rstrip("/").rpartition("/")[2]
-        file = unquote(file) if is_url(images[0].location) else file
-        name = str(entry.get("id") or file.removesuffix(suffix_of(file)))
-        cases.append(Case(name, str(entry.get("group") or name), images, label))
+    found = [_listed_case(path, number, entry, gone) for number, entry in enumerate(document, 1)]
     if gone:
         raise UserError(
             "volumes-missing",
@@ -243,7 +235,42 @@ def _from_list(path: Place) -> CaseList:
             why="paths in a list are relative to the folder it is in",
             hint=f"edit {path}",
         )
+    names = iter(_names([images[0].location for own, _, images, _ in found if not own]))
+    cases = []
+    for own, group, images, label in found:
+        name = own or next(names)
+        cases.append(Case(name, group or name, images, label))
     return CaseList(tuple(cases), rules)
+
+
+def _listed_case(
+    path: Place, number: int, entry: Any, gone: list[str]
+) -> tuple[str, str, tuple[VolumeRef, ...], VolumeRef | None]:
+    """Id and group (empty if they are not given), images and label of a case."""
+    if not isinstance(entry, Mapping) or not entry.get("image"):
+        raise UserError("bad-case", f"{path}: case {number} has no image", hint="- {image: a.tif, label: b.tif}")
+    _refuse_unknown(path, f"case {number}", entry, ("id", "image", "label", "group", "level"))
+    for key in ("id", "group"):
+        if not isinstance(entry.get(key), str | int | float | None):
+            raise UserError("bad-case", f"{path}: {key} of case {number} is not a word", hint=f"{key}: scan1")
+    named = entry["image"] if isinstance(entry["image"], list) else [entry["image"]]
+    level = _whole_number(path, entry.get("level", 0))
+    images = tuple(_ref(path, one, level, gone) for one in named)
+    label = None if entry.get("label") is None else _ref(path, entry["label"], level, gone)
+    own, group = ("" if entry.get(key) in (None, "") else str(entry[key]) for key in ("id", "group"))
+    return own, group, images, label
+
+
+def _names(locations: Sequence[str]) -> list[str]:
+    """An id for each volume: its file's name, or where names repeat (patient0/t1.nii.gz), that of its folder."""
+    if not locations:
+        return []
+    parts = [unquote(one) if is_url(one) else one for one in locations]
+    folders, files = zip(*(one.rstrip("/").rpartition("/")[::2] for one in parts), strict=True)
+    stems = [file.removesuffix(suffix_of(file)) for file in files]
+    above = [folder.rpartition("/")[2] for folder in folders]
+    both = [f"{folder}_{stem}" for folder, stem in zip(above, stems, strict=True)]
+    return next((names for names in (stems, above, both) if len(set(names)) == len(names) and all(names)), stems)
 
 
 def _from_pack(root: Place, part: Part) -> CaseList:
@@ -278,33 +305,37 @@ def _refuse_unknown(path: Place, what: str, entry: Mapping[Any, Any], known: tup
         if key not in known:
             raise UserError(
                 "unknown-key",
-                f"{path}: {what} has the key {key!r}",
+                f"{path}: {what} has the key {short(key)}",
                 why=f"known are {', '.join(known)}",
-                hint=did_you_mean(str(key), known),
+                hint=did_you_mean(str(key), known) if isinstance(key, str) else None,
             )
 
 
 def _ref(path: Place, location: Any, level: int, gone: list[str]) -> VolumeRef:
     """The volume that a list names; one that is not there is added to `gone`."""
     if not isinstance(location, str) or not location:
-        raise UserError("bad-case", f"{path}: {location!r} is not a path", hint="- {image: a.tif, label: b.tif}")
+        raise UserError("bad-case", f"{path}: {short(location)} is not a path", hint="- {image: a.tif, label: b.tif}")
     location = local_path(location)
     if is_url(location):
         # Existence is not checked: a bucket may be readable without being listable.
         return VolumeRef(location, level)
     place: Place
-    if isinstance(path, UrlPath):
-        place = path.parent / location
-    else:
-        place = Path(os.path.normpath(path.parent / Path(location).expanduser()))
-    if not place.exists():
-        gone.append(str(place))
+    try:
+        if isinstance(path, UrlPath):
+            place = path.parent / location
+        else:
+            place = Path(os.path.normpath(path.parent / Path(location).expanduser()))
+        if not place.exists():
+            gone.append(str(place))
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, a home of nobody, a NUL byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError("bad-case", f"{path}: {short(location)}: {reason}", hint=f"edit {path}") from None
     return ref_to(place, level)
 
 
-def _whole_number(path: Place, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UserError("bad-number", f"{path}: {value!r} is not a whole number", hint=f"edit {path}")
+def _whole_number(path: Place, value: Any, least: int | None = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        raise UserError("bad-number", f"{path}: {short(value)} is not a whole number", hint=f"edit {path}")
     return value
 
 

@@ -49,7 +49,7 @@ def say_nothing(_reason: str, _too_fast: bool) -> None:
     """For callers that do not count retries."""
 
 
-class Loop(Protocol):
+class ReadLoop(Protocol):
     """Reads that are in flight; its methods are called by one thread."""
 
     def begin(self, file: SourceFile, start: int, end: int, done: Callable[[Content | ReadFailure], None]) -> None:
@@ -88,7 +88,7 @@ class Source(Protocol):
         del file, content
         return ""
 
-    def loop(self, retried: Retried) -> Loop | None:
+    def loop(self, retried: Retried) -> ReadLoop | None:
         """Reads without threads, if that is how this source is read fastest."""
         del retried
         return None

@@ -24,7 +24,7 @@ from stoker.core.units import count, size_text
 from stoker.io.copy_manifest import CopiedFile
 from stoker.io.local_copy import LocalCopy, PartialFile
 from stoker.io.stores import ReadFailure
-from stoker.stage.sources import Content, Loop, Source, SourceFile
+from stoker.stage.sources import Content, ReadLoop, Source, SourceFile
 
 PART_BYTES = 8 << 20
 MOST_BYTES = 1 << 30
@@ -178,7 +178,7 @@ class Transfer:
         self._large: set[_Large] = set()
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         """What the threads report, as functions that the main one calls."""
-        self._loop: Loop | None = None
+        self._loop: ReadLoop | None = None
         self._wanted: SimpleQueue[tuple[_Piece, Callable[[], CopiedFile | None]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()

@@ -21,8 +21,8 @@ from stoker.cli import main
 from stoker.config import load_config
 from stoker.core.errors import UserError
 from stoker.io.local_copy import LocalCopy, open_copy
+from stoker.stage.concurrency import Concurrency
 from stoker.stage.copying import check_names, verify_copy
-from stoker.stage.transfer import Concurrency
 from stoker.tasks.images.data import open_samples
 from tests.support.staging import files_of, kill_at_random_moments, start_staging, write_tree
 from tests.support.tiny_training import write_config, write_images

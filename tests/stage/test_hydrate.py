@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import main
+from stoker.stage.concurrency import RateLimit
 from stoker.stage.hydrate import (
     Hydrated,
     HydrateOptions,
     hydrate,
     read_through,
 )
-from stoker.stage.transfer import RateLimit
 from tests.support.lustre import FakeLustre
 from tests.support.waiting import DEADLINE_S, wait_until
 

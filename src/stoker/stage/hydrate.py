@@ -29,7 +29,8 @@ from stoker.core.errors import UsageError, UserError
 from stoker.core.units import count, size_text
 from stoker.io.stores import is_url
 from stoker.profile.mounts import mount_of
-from stoker.stage.transfer import RateLimit, failure_lines
+from stoker.stage.concurrency import RateLimit
+from stoker.stage.transfer import failure_lines
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.2, 5.0
 """Time between two queries about the files under way: each asks the metadata server about all of them."""

@@ -1,7 +1,7 @@
 """Reads objects of S3 with one thread and hundreds of connections: the kernel says which of them have data.
 
-A thread for each request would hand Python's lock around: when this was decided, the same requests took 1.3 to 1.4 times
-as long that way, and twice the CPU.
+A thread for each request would hand Python's lock around: when this was decided, the same requests took 1.3 to 1.4
+times as long that way, and twice the CPU.
 """
 
 from __future__ import annotations

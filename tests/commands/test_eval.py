@@ -91,7 +91,7 @@ def test_an_unreadable_image_is_left_out_and_named(
     assert found["images"] == 19
     assert found["acc1"] == pytest.approx(whole["acc1"])
     assert [bad["name"] for bad in found["unreadable"]] == ["blue/000.jpg"]
-    assert refused(capsys, trained, data)["name"] == "too-many-bad-samples"
+    assert refused(capsys, trained, data, "max_bad_fraction=0")["name"] == "too-many-bad-samples"
 
 
 def test_classes_are_matched_by_name(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_cosine_that_is_shorter_than_the_run_does_not_rise_again(ready: ReadyP
     assert "cosine_t_max" in refused.err
     assert "stoker config import" in refused.err
     ours = tmp_path / "ours.yaml"
-    done = ready.run("config", "import", theirs, "-o", ours, cwd=tmp_path)
+    done = ready.run("config", "import", theirs, "-o", ours, "--accept", cwd=tmp_path)
     assert done.code == 0, done.err
     images = write_images(tmp_path / "data")
     small = [f"{key}={value}" for key, value in KEYS.items() if key not in ("epochs", "lr")]

@@ -24,8 +24,9 @@ CLEAR_SHARE = 0.25
 CLEAR_IMAGES = 2.0
 # And this much more than the folder's own class: a network takes similar classes for each other.
 CLEAR_MARGIN = 1.5
-# And if guesses would hardly look like that: the probability that one pair of all folders and classes does, for a
-# network that gives every answer as often as this one, whatever it sees.
+# And if guesses would hardly look like that: the probability that one of the classes does in this folder, for a network
+# that gives every answer as often as this one, whatever it sees. A few folders of many do by accident, but they do not
+# hold each other's classes.
 ACCIDENT = 0.05
 EXPLAINED = 0.3
 """Share of all images that a permutation has to explain: with less it may be an accident."""
@@ -75,12 +76,14 @@ def likely_mapping(counts: NDArray[Any], own: Sequence[int] | None = None) -> Fo
 
         # Together, not one by one: of two folders that look like one class, the other may look like its own as well.
         folders, classes = linear_sum_assignment(found / np.maximum(of_folder, 1.0)[:, None], maximize=True)
-        by_chance = _chance_of(found[folders, classes], of_folder[folders], found.sum(0)[classes] / images)
+        of_class = found.sum(0)
+        by_chance = _chance_of(found[folders, classes], of_folder[folders], of_class[classes] / images)
+        answers = np.count_nonzero(of_class)
         for folder, label, chance in zip(folders.tolist(), classes.tolist(), by_chance.tolist(), strict=True):
             seen = found[folder, label]
             own_seen = found[folder, numbers[folder]] if numbers[folder] not in (-1, label) else 0.0
             least = max(CLEAR_IMAGES, CLEAR_SHARE * of_folder[folder], CLEAR_MARGIN * own_seen)
-            if seen >= least and chance * found.size < ACCIDENT:
+            if seen >= least and chance * answers < ACCIDENT:
                 holds[folder] = label
                 explained += float(seen / images)
     return FolderMapping(tuple(holds), numbers, explained)
@@ -97,7 +100,7 @@ def fewest_images(classes: int) -> int:
     """From how many validation images per class on a network halfway between guessing and perfect shows one."""
     images = np.arange(2, 1000)
     recognised = np.ceil(images * (1 + 1 / classes) / 2)
-    enough = _chance_of(recognised, images, 1 / classes) * classes**2 < ACCIDENT
+    enough = _chance_of(recognised, images, 1 / classes) * classes < ACCIDENT
     return int(images[enough.argmax()])
 
 

@@ -105,6 +105,12 @@ SILENT, UNNAMED = "no alarm", "an alarm without a permutation"
             biased(list(range(10)), 0.2),
             SILENT,
         ),
+        (
+            "a network that knows little, and takes two classes for each other",
+            Figures(20.0, 60.0),
+            answers([1, 0, *range(2, 10)], 0.25) + answers([*range(2, 10), 0, 1], 0.3),
+            SILENT,
+        ),
         ("cats are dogs, and dogs are dogs", Figures(85.0, 90.0), answers([1, 1, *range(2, 10)], 0.9), SILENT),
     ],
 )

@@ -32,6 +32,8 @@ EXPLAINED = 0.3
 """Share of all images that a permutation has to explain: with less it may be an accident."""
 PATTERN_SHARE = 0.8
 """Share of the clear folders that a rule such as 'shifted by one' has to explain."""
+KNOWN_SHARE = 0.3
+"""Share of the images in the other folders that a network has to recognise, before some folders are called swapped."""
 NAMED_PAIRS = 4
 
 
@@ -245,6 +247,8 @@ def judge_labels(figures: Figures, counts: NDArray[Any] | None, classes: Sequenc
         mapping = likely_mapping(counts[:number])
         outputs = [*classes, *(f"output {extra}" for extra in range(number, counts.shape[1]))]
         wrong = list(mapping.moved) if at_chance and mapping.explained >= EXPLAINED else closed_cycles(mapping)
+        if not at_chance and _recognised(counts, wrong) < KNOWN_SHARE:
+            wrong = []  # a network that knows few classes takes some for each other
         if wrong and (learned or number >= FEW_CLASSES):
             return LabelAlarm(seen, describe_mapping(mapping.only(wrong), classes, outputs))
         if _effective_classes(counts) < SPREAD * number:
@@ -282,6 +286,12 @@ def _accuracy(share: float, classes: int) -> float:
     """Percent at this share of the way from chance level to 100 %."""
     chance = 100.0 / classes
     return chance + share * (100.0 - chance)
+
+
+def _recognised(counts: NDArray[Any], without: Sequence[int]) -> float:
+    """The share of images that are recognised in all folders but these."""
+    rest = np.setdiff1d(np.arange(len(counts)), without)
+    return float(counts[rest, rest].sum() / max(1, counts[rest].sum()))
 
 
 def _is_at_chance(figures: Figures, classes: int) -> bool:

@@ -6,10 +6,13 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
+from stoker.core.errors import UserError
 from stoker.stage.s3_requests import BadResponse, Connections, Keys, S3Place, Signer
+from stoker.stage.sources import open_source
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -103,3 +106,18 @@ def test_requests_hide_their_keys_and_quote_names() -> None:
     request = Signer(where).request("GET", where.path_of("1.jpg"), {"range": "bytes=0-1"}).decode()
     assert request.startswith("GET /bucket/a%20b/1.jpg HTTP/1.1\r\nhost: 127.0.0.1:9000\r\nrange: bytes=0-1\r\n")
     assert "SignedHeaders=host;range;x-amz-content-sha256;x-amz-date" in request
+    assert replace(where, host="::1").host_header == "[::1]:9000"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "name"), [("http://127.0.0.1:99999", "bad-endpoint"), ("https://127.0.0.1:9", "bad-certificates")]
+)
+def test_a_wrong_port_or_bundle_of_certificates_is_named(
+    endpoint: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_CA_BUNDLE": "/nowhere.pem"}
+    for key, value in {**settings, "AWS_ENDPOINT_URL": endpoint}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError) as caught:
+        open_source("s3://bucket/x")
+    assert caught.value.name == name

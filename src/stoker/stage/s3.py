@@ -25,6 +25,8 @@ from xml.etree import ElementTree
 from awscrt import checksums
 
 from stoker.core.console import Advance
+from stoker.core.errors import UserError
+from stoker.core.redact import redact_text
 from stoker.io import outage
 from stoker.io.aws_settings import ENDPOINTS, is_anonymous, profile_settings
 from stoker.io.object_store import ObjectStore
@@ -304,8 +306,17 @@ def open_s3(store: ObjectStore) -> S3Source | None:
     through_proxy = address.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
     if (keys is None and not anonymous) or unusual or through_proxy:
         return None
-    tls = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE")) if address.scheme == "https" else None
-    port = address.port or (443 if tls is not None else 80)
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        tls = ssl.create_default_context(cafile=bundle) if address.scheme == "https" else None
+    except ValueError as error:
+        where = redact_text(str(endpoint))
+        raise UserError("bad-endpoint", f"{where}: {error}", hint="set AWS_ENDPOINT_URL to http://HOST:PORT") from None
+    except OSError as error:
+        raise UserError(
+            "bad-certificates", f"AWS_CA_BUNDLE={bundle}: {error.strerror or error}", hint="unset AWS_CA_BUNDLE"
+        ) from None
     return S3Source(store, S3Place(host, port, tls, base, parts.path.strip("/"), region, keys))
 
 

@@ -57,7 +57,8 @@ class S3Place:
 
     @property
     def host_header(self) -> str:
-        return self.host if self.port == (443 if self.tls is not None else 80) else f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.tls is not None else 80) else f"{host}:{self.port}"
 
     def path_of(self, name: str) -> str:
         key = f"{self.prefix}/{name}" if self.prefix else name
